@@ -20,7 +20,7 @@ from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.framing import unframe
 from tests.processes import run_ranks
 from tests.support.representatives import in_turn
-from tests.support.tiers import in_diagonals, tiers
+from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.training import flat, gradients, kept, train
 from tests.support.updates import dense
 
@@ -357,6 +357,7 @@ def test_every_corrupt_message_is_an_error_on_all_ranks(corruption, name):
         assert all(isinstance(error, Exception) for error in ranks), (target, ranks)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "place"), in_diagonals(AGGREGATORS, [(1, 1), (2, 2), (3, 3), (5, 1), (6, 3)], 10))
 def test_short_segments_and_more_wanted_than_there_is(name, place):
     size, per_node = place
@@ -384,6 +385,7 @@ def test_short_segments_and_more_wanted_than_there_is(name, place):
             torch.testing.assert_close(size * ranks[0][0], given, rtol=2**-21, atol=0)
 
 
+@one_in(2)
 @every_aggregator
 @pytest.mark.parametrize("kind", tiers(["zeros", "one rank"], ["zeros"]))
 def test_segments_without_elements_and_gradients_of_zeros(name, kind):
@@ -395,6 +397,7 @@ def test_segments_without_elements_and_gradients_of_zeros(name, kind):
         assert (given - size * ranks[0][1] - sum(rank[2] for rank in ranks)).abs().max() <= 20 * size * 2**-22
 
 
+@one_in(2)
 @every_aggregator
 def test_a_world_of_one_sends_nothing_and_loses_nothing(name):
     aggregator = AGGREGATORS[name]

@@ -14,7 +14,7 @@ from lightning_sparse.layout import Segment, cut, joined
 from lightning_sparse.memory import Residual
 from tests.support import inputs
 from tests.support.kernels import EITHER
-from tests.support.tiers import in_diagonals
+from tests.support.tiers import in_diagonals, one_in
 from tests.support.updates import decoded
 
 LARGEST = torch.finfo(torch.float32).max
@@ -59,6 +59,7 @@ HOSTILE = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("shape", [(1, 1000), (1000, 1), (10, 100), (3, 7, 11), (1, 1), (1, 0)])
 @pytest.mark.parametrize(
     ("compressor", "kind"), in_diagonals([Blocks(4), Blocks(4, 6), Blocks(8), Blocks(8, 2)], HOSTILE, 2), ids=repr
@@ -186,6 +187,7 @@ def test_the_rows_have_one_option():
         method("int8", density=0.1)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kernels", ["torch", *EITHER])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_two_segments_together_are_both_joined(bits, kernels, use):

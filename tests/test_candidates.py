@@ -15,7 +15,7 @@ from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.chunks import CHUNK, chunktopk
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits
 from tests.support.kernels import DEVICE, HOSTILE, SOME
-from tests.support.tiers import in_diagonals, tiers
+from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.vectors import oracle
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -48,6 +48,7 @@ def test_thresholds_by_hand(kernels, monkeypatch):
 ESTIMATES = [SampledTopK(0.05), SIDCo(0.01), SIDCo(0.05, "gamma"), SIDCo(0.01, "pareto"), MSTopK(0.01)]
 
 
+@one_in(2)
 @needs_triton
 @pytest.mark.parametrize(("compressor", "name"), in_diagonals([*ESTIMATES, MSTopK(0.05, rounds=8)], HOSTILE, 11))
 def test_estimates_equal_the_reference(compressor, name, monkeypatch):

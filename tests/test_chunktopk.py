@@ -14,7 +14,7 @@ from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.kernels import chunks
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.chunks import CHUNK
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 from tests.support.updates import decoded, remainder
 from tests.support.vectors import INPUTS, SMOOTH, oracle
 
@@ -151,6 +151,7 @@ def test_damaged_places_are_refused():
             compressor.decode((values, damaged), ctx)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "aggregator",
     [Mean(), GlobalTopK(), OkTopK(), ScaleCom(), TwoPass(), TwoLevel(Mean(), 2), TwoLevel(GlobalTopK(), 2)],

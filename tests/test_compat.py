@@ -34,7 +34,7 @@ import lightning_sparse
 from lightning_sparse import _compat
 from lightning_sparse._lightning import SUPPORTED
 from tests.processes import run_ranks
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 CPU = torch.device("cpu")
@@ -531,6 +531,7 @@ def imported_beside(folder: Path, **versions: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
+@full
 @pytest.mark.parametrize("number", tiers(["2.4.0", "2.6.3"], ["2.4.0"]))
 def test_a_version_of_lightning_that_does_not_work_is_left_out_and_named(number, tmp_path):
     done = imported_beside(tmp_path, lightning=number)
@@ -539,6 +540,7 @@ def test_a_version_of_lightning_that_does_not_work_is_left_out_and_named(number,
     assert f"do not work with lightning.pytorch {number}, which is installed as well" in done.stderr
 
 
+@full
 def test_without_a_version_of_lightning_that_works_it_is_not_imported(tmp_path):
     done = imported_beside(tmp_path, lightning="2.4.0", pytorch_lightning="2.6.2")
     assert "and found pytorch_lightning 2.6.2 and lightning.pytorch 2.4.0: pip install -U" in done.stderr

@@ -6,7 +6,7 @@ import torch
 from lightning_sparse import METHODS, Method, Reducer, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
-from tests.support.tiers import in_diagonals
+from tests.support.tiers import in_diagonals, one_in
 from tests.support.training import make
 from tests.support.update_training import exchanged_twice
 
@@ -20,6 +20,7 @@ METHODS_AND_PARTS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), in_diagonals(METHODS_AND_PARTS, [torch.float64, torch.bfloat16, torch.float16], 6), ids=str
 )

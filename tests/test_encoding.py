@@ -15,7 +15,7 @@ from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.layout import Layout
-from tests.support.tiers import in_diagonals, tiers
+from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.updates import dense
 
 FORMATS = [(i, v) for i in ("compact", "int32") for v in ("float32", "bfloat16", "int8", "int4", "int2")]
@@ -84,6 +84,7 @@ def test_a_large_entry_coarsens_its_own_block_alone():
 NUMELS = [1, 2, 255, 256, 257, 1000, 65536, 100_003, 5_000_000]
 
 
+@one_in(2)
 @pytest.mark.parametrize("form", ["compact", "int32"])
 @pytest.mark.parametrize("numel", tiers(NUMELS, NUMELS[:-1]))
 @pytest.mark.parametrize("density", [1e-6, 1e-4, 0.001, 0.01, 0.1, 0.6, 1.0])

@@ -10,7 +10,7 @@ from benchmarks.harness.training import Data
 from benchmarks.language import LENGTH
 from benchmarks.updates import Run
 from lightning_sparse.context import Context
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 
 
 def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
@@ -41,6 +41,7 @@ def test_one_bit_by_hand():
     assert payload[2].tolist() == [0b010, *[0] * 7]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "name",
     tiers(

@@ -8,7 +8,7 @@ import torch
 from lightning_sparse.compressors import GaussianK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels import select, threshold
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 from tests.support.updates import decoded, remainder
 from tests.support.vectors import DENSITIES, INPUTS, SMOOTH, laplace, oracle, recorded, student
 
@@ -23,6 +23,7 @@ def test_by_hand(refine):
     assert remainder(GaussianK(0.2, refine), u).tolist() == [0, 0, 0, 1, 0, 0, -1, 0, 0, 0]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", tiers(SMOOTH, ["Gaussian", "Laplace", "mixed scales"]))
 def test_lands_between_two_and_four_thirds(name, monkeypatch):
     def give_up(*_):
@@ -39,6 +40,7 @@ def test_lands_between_two_and_four_thirds(name, monkeypatch):
             assert torch.equal(chosen, oracle(u, len(chosen)))
 
 
+@one_in(2)
 @pytest.mark.parametrize("refine", ["bracket", "paper"])
 @pytest.mark.parametrize("name", tiers(INPUTS, ["normal", "few values", "nan and inf"]))
 def test_hostile_inputs(name, refine):
@@ -54,6 +56,7 @@ def test_hostile_inputs(name, refine):
                 assert 2 * k / 3 <= len(chosen) <= 4 * k / 3
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("draw", "density", "expected"),
     [

@@ -4,12 +4,14 @@ import pytest
 
 from benchmarks.gpt import METHODS, PRECISIONS, SMALL, Contestant, measured
 from tests.processes import run_ranks
+from tests.support.tiers import full
 
 
 def rehearse(rank):
     return list(measured(SMALL, batch=2, turns=2, steps=1, device="cpu"))
 
 
+@full
 def test_every_contestant_is_checked_and_timed():
     (rows,) = run_ranks(1, rehearse)
     cases = [(precision, name) for precision in PRECISIONS for name in ("ddp", *METHODS)]

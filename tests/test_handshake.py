@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.handshake import Handshake
-from tests.support.tiers import tiers
+from tests.support.tiers import in_full, tiers
 
 MODEL = [f"layers.{i}.attention.weight[768, 768] float32" for i in range(576)]
 NBYTES = len(json.dumps(MODEL))
@@ -73,7 +73,7 @@ def shake(settings, *, late=0.0, seconds=20, store=None, attempt=0):
     return outcomes, clients
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 64])
+@pytest.mark.parametrize("size", [1, 2, 8, *in_full(64)])
 def test_equal_settings_get_a_common_name_that_is_new(size):
     store = dist.HashStore()
     names = set()
@@ -171,7 +171,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_so_at_once():
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("absent", [0, *in_full(2)])
 def test_a_rank_that_does_not_come_is_named_on_all_ranks(absent):
     settings = [None if rank == absent else {"method": "topk"} for rank in range(3)]
     outcomes, _ = shake(settings, seconds=1)

@@ -29,7 +29,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.fake_cuda import CUDA, Counting, HostWait, on_fake_cuda
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 from tests.support.update_training import ADAMW, OthersAdam
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::lift_fresh_copy")
@@ -206,6 +206,7 @@ UPDATES = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "density", "optimizer", "dtype", "size"), tiers(UPDATES, UPDATES[:3]))
 def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cuda):
     made = method(name, density=density)
@@ -299,6 +300,7 @@ CASES = [
 QUICK = [(GlobalTopK(), 3), (OkTopK(), 5)]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("compressor", "aggregator", "size", "looks", "dtype"),
     tiers(CASES, [case for case in CASES if case[0] is COMPRESSORS[1] and case[1:3] in QUICK]),

@@ -2,9 +2,12 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.tiers import full
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_sparse"
@@ -85,12 +88,17 @@ LIGHTNING = {"strategies", "callbacks", "cli", "contrib"}
 DISTRIBUTED = {"_compat", "comm", "hooks", "replica_checkpoint", "shards", "strategies"}
 
 
+@cache
+def tree_of(file):
+    return ast.parse(file.read_text())
+
+
 def part(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(file: Path, *, top_level: bool = False) -> set[str]:
-    tree = ast.parse(file.read_text())
+    tree = tree_of(file)
     found = set()
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -141,6 +149,7 @@ def test_nothing_imports_a_reproduction_but_another(folder):
             assert top == folder or top not in OUTSIDE or top in OUTSIDE[folder], f"{file.relative_to(ROOT)}: {name}"
 
 
+@full
 def test_what_tests_share_is_in_no_test_file():
     for folder in ("tests", "benchmarks", "reproductions"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -155,6 +164,6 @@ MAKES_TENSORS |= {"as_tensor", "zeros"}
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_tensors_are_made_on_a_device_that_is_named(file):
     """The default device may be set to CUDA."""
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
     made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKES_TENSORS}]
     assert [ast.unparse(call) for call in made if "device" not in {word.arg for word in call.keywords}] == []

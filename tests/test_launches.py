@@ -8,11 +8,13 @@ pytest.importorskip("pandas")
 from benchmarks import launches
 from benchmarks.harness import results
 from tests.support.fake_cuda import CUDA, on_fake_cuda
+from tests.support.tiers import one_in
 
 OF_SIGNS = "onebit", "terngrad", "signsgd"
 UPDATES = [("topk", "update"), ("topk", "update, fused"), ("efsignsgd", "update")]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "exchanged", "ranks"),
     [

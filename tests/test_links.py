@@ -23,6 +23,7 @@ from benchmarks.harness.shaped_links import (
     probe,
     round_trip,
 )
+from tests.support.tiers import full, in_full
 
 REASON = missing()
 needs_links = pytest.mark.skipif(REASON is not None, reason=f"no imitated links here: {REASON}")
@@ -78,6 +79,7 @@ def test_links_off_their_rate_are_measured_again_and_given_up_in_the_end() -> No
         calibrated(Links(0.8, 1.2, 0.89, 1.0))
 
 
+@full
 @needs_links
 def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
     started = []
@@ -99,6 +101,7 @@ def test_links_slow_every_transfer_down_and_disappear_after_an_error() -> None:
     assert inhabitants(namespace) == []
 
 
+@full
 @needs_links
 def test_packets_are_carried_for_as_long_as_is_said() -> None:
     with ShapedLinks(3, "20mbit 40ms") as links:
@@ -117,6 +120,7 @@ def test_packets_are_carried_for_as_long_as_is_said() -> None:
         assert 1 <= found["ratio_to_expected"] < 3  # another load makes it longer
 
 
+@full
 @needs_links
 def test_terminating_what_popen_returned_ends_the_program() -> None:
     with ShapedLinks(2, "1gbit") as links:
@@ -129,8 +133,8 @@ def test_terminating_what_popen_returned_ends_the_program() -> None:
 
 
 @needs_links
-@pytest.mark.parametrize("rate", ["1gbit", "1gbit 20ms"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("rate", ["1gbit", *in_full("1gbit 20ms")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *in_full(signal.SIGINT, signal.SIGKILL)])
 def test_links_disappear_when_their_program_is_stopped(number: signal.Signals, rate: str) -> None:
     script = f"""
         import time

@@ -65,6 +65,7 @@ FIT = """
 """
 
 
+@full
 @pytest.mark.parametrize(
     ("namespace", "before"),
     [

@@ -19,7 +19,7 @@ from lightning_sparse.kernels.block_stats import CHUNK, chunk_size
 from lightning_sparse.kernels.select import block_size
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.processes import run_ranks
-from tests.support.tiers import full
+from tests.support.tiers import full, one_in
 
 NUMEL = 1_000_000
 
@@ -124,6 +124,7 @@ def bytes_with_updates(rank: int, dtype: torch.dtype) -> tuple[int, tuple[int, i
 SHAPES = {"w": (1000, 900), "b": (1000,), "v": (99, 1000)}
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_need_the_weights_before_the_step_and_of_a_segment_what_momentum_owes(dtype):
     """The segment is the whole model here. Nothing of a step is left, and the garbage collector is off."""

@@ -10,6 +10,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.contrib.onebit import OneBit
 from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Segment, cut
+from tests.support.tiers import one_in
 from tests.support.updates import decoded
 
 
@@ -34,6 +35,7 @@ def test_zero_of_either_sign_is_no_negative(value):
     assert decoded(OneBit(), torch.tensor([value, -4.0])).tolist() == [0.0, -4.0]
 
 
+@one_in(3)
 @pytest.mark.parametrize("shape", [(40, 50), (1, 2000), (2000, 1), (10, 2, 5, 20), (2000,), ()])
 @pytest.mark.parametrize("chunk", [64, 1 << 17])
 def test_columns_are_decoded_to_their_means(shape, chunk, monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.kernels import launch, pack
 from tests.support.kernels import DEVICE, needs_triton
+from tests.support.tiers import one_in
 
 # numpy's, in which the interpreter calculates: of NaN and infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,6 +31,7 @@ def test_by_hand(kernels, use):
     assert pack.unpack_bits(upper, (), count, 15, 4, 0).tolist() == [3, 5, 14, 15]
 
 
+@one_in(2)
 @needs_triton
 @pytest.mark.parametrize("width", [0, 8, 16])
 @pytest.mark.parametrize(

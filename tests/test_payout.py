@@ -12,7 +12,7 @@ from lightning_sparse.kernels.payout import Payout, add_with_payout_
 from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_, write_entries_
 from tests.support.kernels import DEVICE, EITHER, HOSTILE, interpreted, needs_native, needs_triton
-from tests.support.tiers import in_diagonals, tiers
+from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.update_training import exchanged_twice
 
 LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [3, 8196, 8192, 9001], [4096], [3] * 50, [140_000]]
@@ -59,6 +59,7 @@ def test_by_hand(kernels, use):
     assert x.tolist() == [18.5, -2.0]
 
 
+@one_in(6)
 @pytest.mark.parametrize("kernels", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", tiers(LENGTHS, LENGTHS[:6]))
@@ -80,6 +81,7 @@ def test_changes(lengths, dtype, kernels, use):
         torch.testing.assert_close(result.double(), f * (w - x) + r * w, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@one_in(6)
 @pytest.mark.parametrize("kernels", ALL)
 @pytest.mark.parametrize("with_references", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,6 +130,7 @@ def test_deltas_that_are_not_contiguous(length, use):
     assert torch.equal(add_with_payout_(torch.zeros(length), (0, length), [delta], 1.0, payout, None), 2 * delta + 1)
 
 
+@one_in(6)
 @pytest.mark.parametrize("kernels", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", tiers([*LENGTHS, [5000, 8192, 3_000_000]], LENGTHS))
@@ -173,7 +176,7 @@ WITH_MOMENTS = ["adamw", "nadam", "radam", "adamax", "nesterov", "adam of others
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "optimizer"), in_diagonals([torch.float32, torch.bfloat16], WITH_MOMENTS, 2))
+@pytest.mark.parametrize(("dtype", "optimizer"), in_diagonals([torch.float32, torch.bfloat16], WITH_MOMENTS, 12))
 def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):
     """Same weights and residual but for rounding."""
     use("triton")

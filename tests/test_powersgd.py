@@ -17,7 +17,7 @@ from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.layout import Segment
 from lightning_sparse.state import resized
 from tests.processes import run_ranks
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 
 EPS = 2.0**-24
 
@@ -68,6 +68,7 @@ def test_by_hand():
     assert not other[2].any()
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 def test_a_mean_of_low_rank_comes_back(size, granularity):

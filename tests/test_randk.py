@@ -8,6 +8,7 @@ import torch
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.randk import RandK
 from lightning_sparse.layout import Segment
+from tests.support.tiers import one_in
 from tests.support.updates import decoded, remainder
 
 # Sparse, drawn with replacement until enough are distinct; and dense, a permutation.
@@ -64,6 +65,7 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@one_in(3)
 @pytest.mark.parametrize("density", DENSITIES)
 def test_uniform(density):
     numel, steps = 40, 4000
@@ -82,6 +84,7 @@ def test_uniform(density):
     assert abs(together - steps * p) < 4 * math.sqrt(steps * p * (1 - p))
 
 
+@one_in(3)
 @pytest.mark.parametrize("density", DENSITIES)
 def test_expected_error(density):
     """E‖u - C(u)‖² = (1 - k/d)‖u‖²."""

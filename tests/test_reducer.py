@@ -14,7 +14,7 @@ from lightning_sparse.memory import Momentum, NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized
 from tests.support.representatives import DISTINCT, REPRESENTATIVES, small
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 
 
 def test_two_steps_by_hand():
@@ -260,6 +260,7 @@ class Recorder(Observer):
         self.seen.append((self.g, self.e, self.u, rest))
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", DISTINCT)
 def test_an_observer_sees_what_is_added_sent_and_kept_and_changes_nothing(name):
     def rank(comm: Comm, watched: bool) -> tuple[Tensor, list]:
@@ -311,6 +312,7 @@ def watched_run(comm: Comm, name: str, steps: list[dict], **options) -> tuple[li
     return outs, reducer.state_dict()
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize(
     ("where", "what"), tiers([("a", math.inf), ("b", math.nan), ("b", -math.inf)], [("a", math.inf)])
@@ -395,6 +397,7 @@ def test_bad_options_about_large_gradients(options, message):
         simulate(1, lambda comm: Reducer("topk", comm, **options))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("old", "new"), tiers([(4, 2), (2, 3), (2, 1), (1, 2), (3, 2), (5, 8), (8, 3)], [(2, 3)]))
 @pytest.mark.parametrize("name", DISTINCT)
 def test_another_number_of_ranks_keeps_the_mean_of_what_was_kept(name, old, new):
@@ -454,6 +457,7 @@ def test_reset_forgets_whatever_was_before():
     assert simulate(1, rank) == [(1, [0.0] * 4)]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("how", ["reset", "loaded"])
 def test_a_rank_that_alone_starts_anew_is_out_of_step(how, name):

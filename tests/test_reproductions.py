@@ -34,7 +34,7 @@ from reproductions.error_feedback import gradient, value
 from reproductions.gaussiank_contraction import contraction, of_normal
 from reproductions.logistic import Logistic, data_from, dense_data, sparse_data
 from reproductions.memsgd import bits_to
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 TINY = {
     "memsgd": "--steps 12 --dense 40 --sparse 120",
@@ -55,7 +55,7 @@ def tiny(name, out):
     return [name, *TINY[name].split(), "--out", str(out)]
 
 
-@pytest.mark.parametrize("name", tiers(FINDINGS, ["gaussiank-contraction", "layer-wise", "volume"]))
+@pytest.mark.parametrize("name", tiers(FINDINGS, ["layer-wise"]))
 def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsys):
     command.main(tiny(name, tmp_path))
     said = capsys.readouterr().out
@@ -309,6 +309,7 @@ def test_svmlight_files(tmp_path):
             data_from(path)
 
 
+@full
 def test_memsgd_runs_on_a_file(tmp_path, capsys):
     path = tmp_path / "data.svm"
     path.write_text("".join(f"{1 - 2 * (row % 2)} {row % 7 + 1}:1 {row % 5 + 8}:-0.5\n" for row in range(40)))

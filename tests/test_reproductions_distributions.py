@@ -27,6 +27,7 @@ from reproductions.gaussiank_distributions import (
     shown,
     verdict,
 )
+from tests.support.tiers import full
 
 CONFIG = {"seed": 0, "draws": 3}
 
@@ -102,6 +103,7 @@ def recording(scale):
     )
 
 
+@full
 def test_rows_and_verdict():
     sparse, dense = recording(4.0), recording(1.0)
     assert [(name, part.numel()) for name, part in parts(sparse, 1)] == [(WHOLE, 3000), ("a", 2000), ("b", 1000)]

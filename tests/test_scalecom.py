@@ -8,6 +8,7 @@ from lightning_sparse import Reducer, method, simulate
 from lightning_sparse.comm import Comm
 from lightning_sparse.context import Context
 from lightning_sparse.updates.exchange import DeltaExchange
+from tests.support.tiers import one_in
 
 
 def test_two_steps_by_hand():
@@ -32,6 +33,7 @@ def test_two_steps_by_hand():
     assert kept1 == [0, 0, 0, 0]
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_at_most_three_words_an_entry_whatever_the_number_of_ranks(size):
     def rank(comm: Comm) -> int:
@@ -59,6 +61,7 @@ def test_a_rank_on_another_step_is_noticed():
         simulate(2, rank)
 
 
+@one_in(2)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64])
 def test_turns_are_even_in_all_steps_and_in_every_nth(count):
     turns = [Context.of(1, step=step).turn(count) for step in range(count * 1000)]

@@ -5,11 +5,12 @@ import torch
 
 from benchmarks import segment
 from benchmarks.harness import rehearsal
+from tests.support.tiers import in_full
 
 SHAPES = {"weight": (90, 80), "bias": (80,)}
 
 
-@pytest.mark.parametrize("name", ["topk", "topk updates", "gaussiank", "int4"])
+@pytest.mark.parametrize("name", ["topk", *in_full("topk updates", "gaussiank", "int4")])
 def test_every_contestant_is_checked_and_timed(name):
     with rehearsal.rehearsal():
         row = segment.measure(name, 2, SHAPES, 3, "cpu", tokens=4)

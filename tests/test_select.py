@@ -18,7 +18,7 @@ def _kernels(request, use):
     use(request.param)
 
 
-@pytest.mark.parametrize("name", tiers(INPUTS, ["normal", "few values", "nan and inf"]))
+@pytest.mark.parametrize("name", tiers(INPUTS, ["nan and inf"]))
 def test_equals_the_oracle(name):
     for numel in LENGTHS:
         u = INPUTS[name](numel)

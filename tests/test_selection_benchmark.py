@@ -10,6 +10,7 @@ from benchmarks.harness.rehearsal import rehearsal
 from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.chunks import CHUNK
 from tests import run_kernels
+from tests.support.tiers import full
 
 
 def timed(part, contestant, ms, **more):
@@ -53,6 +54,7 @@ def test_chunks_are_checked_all_at_once(monkeypatch):
             selection.check("ChunkTopK", u, wrong, 0.001)
 
 
+@full
 def test_steps_leave_a_trace_of_every_contestant():
     torch.manual_seed(0)
     with rehearsal():
@@ -74,6 +76,7 @@ def test_a_step_that_keeps_the_wrong_rest_gets_no_times():
         selection.Step(torch.randn(1000), 0.01, Forgetful(0.01)).check("TopK")
 
 
+@full
 def test_what_runs_under_the_sanitizer_checks_its_results():
     run_kernels.main("cpu")
 
@@ -84,6 +87,7 @@ def test_who_does_not_fit_is_left_out(capsys):
     assert "torch.sort: not enough memory" in capsys.readouterr().out
 
 
+@full
 def test_the_figure_shows_time_against_length(tmp_path):
     pytest.importorskip("matplotlib").use("agg")
     result = tmp_path / "selection_cuda.csv"

@@ -19,6 +19,7 @@ from lightning_sparse.comm.peers import Peers
 from lightning_sparse.replica_checkpoint import copy_common_, joined
 from lightning_sparse.shards import copies, is_any_sharded, is_sharded, like, local, locals_of, reshard
 from tests.support.profiles import PROFILE
+from tests.support.tiers import full
 
 Place = tuple[list[int], list[int]]
 
@@ -138,6 +139,7 @@ def test_only_the_rank_that_does_not_come_is_named():
         assert all("waits for rank 1 to attach topk" in text for text in pool.map(rank, (0, 2, 3)))
 
 
+@full
 def test_the_first_rank_of_a_part_may_come_last_or_be_of_another_part():
     assert len({*agree([{}] * 4, [{}] * 4, PARTS, late={1: 1.5})}) == 1
     errors = agree([{}] * 4, [{}] * 4, [[0, 2], [1, 2], [0, 2], [1, 3]])
@@ -190,6 +192,7 @@ def test_groups_of_one_name_have_different_keys():
     assert other.refusal() == ""
 
 
+@full
 def test_a_silent_rank_of_another_part_is_named():
     """Ranks 0 and 1 answer, and rank 3 does not."""
     peers = peers_of(dist.HashStore())

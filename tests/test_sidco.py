@@ -11,7 +11,7 @@ from lightning_sparse.contrib import sidco
 from lightning_sparse.contrib.kernels import candidates
 from lightning_sparse.contrib.sidco import SIDCo, adapted, fitted_threshold, gamma_threshold, pareto_threshold
 from tests.support.inputs import calls_of
-from tests.support.tiers import in_diagonals
+from tests.support.tiers import in_diagonals, one_in
 from tests.support.updates import decoded, remainder
 from tests.support.vectors import DENSITIES, INPUTS, SMOOTH, oracle, recorded
 
@@ -136,6 +136,7 @@ def test_where_no_number_of_stages_is_right_they_turn_round():
     assert state.isfinite().all()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "fit"), in_diagonals(SMOOTH, FITS, 6))
 def test_lands_between_two_and_four_thirds(name, fit):
     for numel in (100_003, 400_000):
@@ -160,6 +161,7 @@ def test_the_fit_serves_once_stages_have_adapted(name, fit, monkeypatch):
     assert len(exact) <= 3, "of 15"
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "fit"), in_diagonals(INPUTS, FITS, 12))
 def test_hostile_inputs(name, fit):
     for numel in (1, 2, 63, 1000, 131072, 300_007):

@@ -9,7 +9,7 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import Momentum, NoMemory
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 from tests.support.updates import decoded
 
 
@@ -81,6 +81,7 @@ def test_every_majority_is_right(size):
         assert torch.equal(result, expected)
 
 
+@one_in(3)
 @pytest.mark.parametrize("shape", [(7, 3, 3, 3), (100, 40), (1, 4000), (4000, 1), (4000,), (1,)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_votes_are_those_of_a_count_in_one_place(size, shape):
@@ -182,6 +183,7 @@ def test_votes_of_what_is_no_sign_are_refused():
         Method(QSGD(), NoMemory(), MajorityVote())
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", tiers([63, 64, 129], [63, 64]))
 def test_a_vote_stays_a_vote_where_a_dense_mean_would_be_cheaper(size):
     def rank(comm):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.comm import POLL, Termination, termination
 from lightning_sparse.comm.store import StoreTimeout
+from tests.support.tiers import one_in
 
 
 @pytest.fixture
@@ -165,6 +166,7 @@ def test_nothing_ends_the_thread_that_looks_into_the_store(pair, monkeypatch):
     pair[0]._watch()
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):

@@ -14,7 +14,7 @@ from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT
-from tests.support.tiers import tiers
+from tests.support.tiers import full, one_in, tiers
 from tests.support.training import KINDS, flat, gradients, kept, make, train
 
 
@@ -61,6 +61,7 @@ PLACES = [(1, 1), (3, 1), (2, 2), (3, 2)]
 CASES = [(part, *place) for part in BETWEEN for place in PLACES] + [(Mean(), 1, 3), (OkTopK(), 2, 4)]
 
 
+@full
 @pytest.mark.parametrize(("between", "hosts", "ranks_per_node"), tiers(CASES, [(OkTopK(), 2, 2)]), ids=repr)
 def test_equal_on_all_ranks_and_nothing_lost(between, hosts, ranks_per_node):
     size = hosts * ranks_per_node
@@ -86,7 +87,7 @@ def test_all_methods_take_two_levels_but_one_whose_matrices_would_be_cut():
     ("name", "hosts", "ranks_per_node"),
     tiers(
         [(name, *place) for name in DISTINCT if takes_two_levels(name) for place in [(2, 2), (3, 2), (1, 3), (2, 1)]],
-        [("int4", 2, 2), ("randk", 3, 2), ("terngrad", 2, 2)],
+        [("int4", 2, 2), ("randk", 2, 2)],
     ),
 )
 def test_every_method_between_nodes(name, hosts, ranks_per_node):
@@ -118,9 +119,9 @@ def test_a_node_is_one_worker(name):
     assert torch.equal(simulate(6, lambda comm: reduced(comm, between, us))[5], expected)
 
 
-@pytest.mark.parametrize("name", ["qsgd", "terngrad"])
+@pytest.mark.parametrize("name", tiers(["qsgd", "terngrad"], ["qsgd"]))
 def test_unbiased_methods_stay_so(name):
-    alone, steps = make(name), 400
+    alone, steps = make(name), 200
     method = Method(alone.compressor, alone.memory, TwoLevel(alone.aggregator, 2))
     us = torch.randn(4, 40, generator=torch.Generator().manual_seed(2)).clamp(-2, 2)  # TernGrad clips at 2.5 deviations
 
@@ -154,6 +155,7 @@ def test_one_rank_per_host_is_the_aggregator_alone():
         torch.testing.assert_close(a[1], b[1], rtol=0, atol=0)
 
 
+@one_in(2)
 @pytest.mark.parametrize("between", [OkTopK(), make("int4")], ids=["oktopk", "int4"])
 def test_same_numbers_over_processes(between):
     method = two_level(between) if isinstance(between, OkTopK) else two_level(between.aggregator, 2, between.compressor)

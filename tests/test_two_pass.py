@@ -18,7 +18,7 @@ from lightning_sparse.layout import Layout, Segment, cut
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.state import resized
 from tests.processes import run_ranks
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, one_in, tiers
 from tests.support.training import KINDS, flat, gradients, kept
 from tests.support.update_training import train as train_updates
 
@@ -124,6 +124,7 @@ CASES = [(compressor, 1.0, size) for compressor in COMPRESSORS for size in SIZES
 CASES += [(TopK(density=0.05), second, size) for second in (0.5, 3.0, 99.0) for size in SIZES]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("compressor", "second", "size"), tiers(CASES, [case for case in CASES if case[2] == 3][::3]), ids=repr
 )
@@ -237,6 +238,7 @@ def test_regions_keep_the_parameters_apart():
     assert [(region.numel, region.start) for region in few] == [(1, 7), (1, 8), (0, 9)]
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", tiers(SIZES, [2, 3]))
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("compressor", [TopK(density=0.05), QSGD(bucket=64)], ids=["topk", "qsgd"])

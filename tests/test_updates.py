@@ -24,7 +24,7 @@ from lightning_sparse.momentum import ADAM_LIKE, SegmentMoments, moments_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from tests.support.tiers import in_diagonals, tiers
+from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.update_training import (
     ADAMW,
     OPTIMIZERS,
@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("optimizer", "name", "size"),
     tiers(CASES, [case for case in CASES if case[2] in (2, 3) and case[1] != "gaussiank"]),
@@ -133,6 +134,7 @@ def test_two_levels():
     assert all(torch.equal(other, ranks[0]) for other in ranks)
 
 
+@one_in(2)
 @pytest.mark.parametrize("granularity", ["layer", "bucket", "model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype, granularity):
@@ -204,6 +206,7 @@ def test_one_rank_that_sends_everything_sends_what_a_residual_held_before():
     assert torch.allclose(found, expected, rtol=0, atol=3 * 2 * 2**-23 * float(expected.abs().max()))
 
 
+@one_in(2)
 @pytest.mark.parametrize("decay", [0, 0.1])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "rmsprop")])
 def test_unspent_momentum(name, decay):
@@ -579,6 +582,7 @@ def test_a_layer_that_was_made_during_training_becomes_rank_0s():
     assert all(torch.equal(first, other) for other in others)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "every", "kind"),
     [*itertools.product(["topk", "randk", "int4"], [1, 2], ["residual"]), ("diloco", 2, "outer_momentum")],
@@ -700,6 +704,7 @@ def test_beginning_after_the_closure_makes_no_copy_of_the_model():
     assert simulate(1, rank) == [(0, True)]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "every", "delayed"),
     tiers(

@@ -10,7 +10,7 @@ from benchmarks.harness.training import Data
 from benchmarks.language import LENGTH
 from benchmarks.updates import VARIANTS, Run, steps_to, summary, train
 from examples.models.gpt import GPT
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 
 
 def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
@@ -43,6 +43,7 @@ def test_a_long_run_stands_beside_a_short_one_as_it_was_after_as_many_steps():
     assert set(found.percent) == {100}
 
 
+@one_in(2)
 @pytest.mark.parametrize("variant", tiers(VARIANTS, ["payout rescaled too", "late"]))
 def test_every_variant_trains_and_keeps_weights_equal(variant, monkeypatch):
     monkeypatch.setattr(updates, "BATCH_SIZE", 1)

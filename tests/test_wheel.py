@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.kernels import native
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('made')"
@@ -24,6 +24,7 @@ native.library()
 """
 
 
+@full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tags of other systems are others")
 @pytest.mark.parametrize("compiler", tiers([True, False], [False]))
 def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):

@@ -15,6 +15,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.segment import UpdateSegment
+from tests.support.tiers import one_in
 from tests.support.update_training import ADAMW
 
 STEPS = 6
@@ -121,6 +122,7 @@ def both(size, start, change=lambda *_: None, **options):
     return [begun for _, begun in during]
 
 
+@one_in(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_weights_residuals_and_moments_are_the_same_to_the_last_bit(size, accumulate):
@@ -162,6 +164,7 @@ def test_ranks_decide_for_themselves():
     assert both(2, Net(), change) == [[False, *[True] * 5], [False, True, *[False] * 4]]
 
 
+@one_in(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpointing_the_exchange_waits_for_the_end_of_backward(reentrant):
     """Gradients arrive in parts, because layer 1 is used twice. Or a recomputation might use changed weights."""

@@ -11,7 +11,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.cuda_like import CPU, CUDA, WrongDevice, simulate_on_cuda
 from tests.support.representatives import DISTINCT
-from tests.support.tiers import tiers
+from tests.support.tiers import one_in, tiers
 from tests.support.training import make
 from tests.support.update_training import OPTIMIZERS
 
@@ -53,6 +53,7 @@ QUICK = [case for case in CASES if case[1:] == (0.05, torch.bfloat16)]
 QUICK += [(name, 0.001, torch.float32) for name in ("gaussiank", "chunktopk", "sidco")]
 
 
+@one_in(6)
 @pytest.mark.parametrize(("name", "density", "dtype"), tiers(CASES, QUICK))
 def test_results_are_those_of_the_cpu(name, density, dtype, use):
     use("torch")  # which the kernels of the CPU are compared with elsewhere
@@ -128,6 +129,7 @@ QUICK_UPDATES = [
 ]
 
 
+@one_in(4)
 @pytest.mark.parametrize(("name", "optimizer", "dtype"), tiers(UPDATES, QUICK_UPDATES))
 def test_updated_weights_are_those_of_the_cpu(name, optimizer, dtype):
     on_cpu = simulate(2, lambda comm: updated(comm, CPU, name, optimizer, dtype))

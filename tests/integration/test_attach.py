@@ -24,7 +24,7 @@ from lightning_sparse.hooks import UpdateExchanger, report_or_diagnose
 from lightning_sparse.hooks.session import Session
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import run_ranks
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, one_in, tiers
 
 
 def groups() -> int:
@@ -171,6 +171,7 @@ def lost_before_attach(rank: int, victim: int, exchange: str) -> tuple[str, str,
     return caught(lambda: begin("topk"))
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), pytest.param(3, 1, marks=full), pytest.param(3, 2, marks=full)])
 def test_a_rank_that_is_killed_before_it_attaches_is_named_within_seconds(size, victim, exchange):
@@ -226,6 +227,7 @@ def frozen_store(rank: int) -> tuple[str, str, float]:
     return caught(process_group.default_store)
 
 
+@full
 def test_the_first_call_of_a_store_whose_host_is_frozen_ends():
     _, (kind, text, seconds) = run_ranks(2, frozen_store)
     assert kind == "RankFailure"
@@ -286,6 +288,7 @@ def runs_out_of_memory(rank: int, victim: int, exchange: str) -> tuple[str, str,
     return caught(lambda: (begin("topk"), step()))
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize("victim", tiers([0, 1, 2], [1]))
 def test_running_out_of_memory_for_residuals_is_told_to_all_ranks(victim, exchange):
@@ -311,6 +314,7 @@ def lost_while_connecting(rank: int, how: str, exchange: str) -> tuple[str, str,
     return caught(lambda: begin("topk"))
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize("how", tiers(["killed", "error"], ["error"]))
 def test_a_rank_lost_while_the_ranks_connect_is_named_within_seconds(how, exchange):
@@ -636,6 +640,7 @@ def waits_on_the_device(rank: int, how: str) -> tuple[list[str], str, dict[str, 
     return freed, text, closed, consistent
 
 
+@one_in(2)
 @pytest.mark.parametrize("how", ["host waits", "host goes on"])
 def test_a_device_that_waits_for_a_failed_rank_is_freed(how):
     ((freed, text, closed, consistent),) = run_ranks(1, waits_on_the_device, how)
@@ -672,6 +677,7 @@ def compared(rank: int, how: str, level: str) -> list[torch.Tensor]:
     return [param.detach() for param in net.parameters()]
 
 
+@one_in(2)
 @pytest.mark.parametrize("how", ["gradient", "update", "delayed"])
 def test_torchs_debug_mode_finds_that_ranks_call_the_same_collectives(how):
     plain, debugged = (run_ranks(2, compared, how, level, backend=None) for level in ("OFF", "DETAIL"))

@@ -100,6 +100,7 @@ ONE_NAME = {"every_n_train_steps": 1, "save_top_k": 0, "save_last": True}
 TOP_2 = {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "score", "mode": "max"}
 
 
+@full
 @pytest.mark.reliability(
     "20 saves by a CheckpointIO that writes files, folders, compresses, or writes later (AsyncCheckpointIO or unseen)",
     checked="no leftover files; bit-identical resume",

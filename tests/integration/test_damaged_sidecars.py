@@ -116,7 +116,7 @@ DAMAGES = {
     checked="bit-identical if complete; otherwise the documented warning, or the same error on all ranks",
     methods=["topk"],
 )
-@pytest.mark.parametrize("damage", tiers(DAMAGES, ["one file missing", "bit flipped", "malicious"]))
+@pytest.mark.parametrize("damage", tiers(DAMAGES, ["bit flipped"]))
 def test_damaged_sidecar_files(damage, saved, tmp_path):
     directory, straight = saved
     shutil.copytree(directory, tmp_path / "moved")

@@ -26,7 +26,7 @@ from lightning_sparse.strategies.pytorch_lightning import FabricSparseDDPStrateg
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_program
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, in_full, one_in, tiers
 
 ROOT = Path(__file__).parents[2]
 ADAMW, SGD = (torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
@@ -191,6 +191,7 @@ def set_up_apart(fabric: Any, module: Any) -> tuple[Any, Any]:
     return model, fabric.setup_optimizers(module.configure_optimizers())
 
 
+@one_in(2)
 @of_both
 def test_set_up_apart_is_the_same_as_together(exchange):
     def run(rank: int) -> list[Tensor]:
@@ -326,6 +327,7 @@ def play(fabric: Any, rank: int, numbers: range, generator: Any, discriminator: 
         second.zero_grad()
 
 
+@one_in(2)
 @of_both
 def test_several_models_and_a_checkpoint_of_all(exchange, tmp_path):
     kind, options = OF[exchange]
@@ -357,6 +359,7 @@ def test_several_models_and_a_checkpoint_of_all(exchange, tmp_path):
     assert len([*(tmp_path / "gan.ckpt.residuals").iterdir()]) == 4
 
 
+@full
 def test_a_model_is_set_up_again():
     """The new call replaces the earlier one, as with attach_updates."""
 
@@ -466,6 +469,7 @@ def test_resumes_bit_for_bit(exchange, options, tmp_path):
     assert names == {sidecars.name(info["tag"], rank, 2) for rank in range(2)}
 
 
+@one_in(2)
 @of_both
 def test_another_number_of_ranks_keeps_the_mean_of_residuals(exchange, tmp_path):
     before = lightning_ranks(3, resumable, 3, exchange, tmp_path)
@@ -476,6 +480,7 @@ def test_another_number_of_ranks_keeps_the_mean_of_residuals(exchange, tmp_path)
     assert torch.equal(after[0]["weights"], after[1]["weights"])
 
 
+@one_in(2)
 @of_both
 def test_checkpoints_of_stock_ddp_and_for_it(exchange, tmp_path):
     def run(rank: int) -> Any:
@@ -539,6 +544,7 @@ def test_messages_about_checkpoints(tmp_path):
     assert not (tmp_path / "weights.ckpt.residuals").exists()
 
 
+@full
 def test_one_rank_alone_loads_a_raw_state(tmp_path):
     """As with stock ddp. Load it on all ranks, or before setup, which broadcasts rank 0's weights."""
 
@@ -553,6 +559,7 @@ def test_one_rank_alone_loads_a_raw_state(tmp_path):
     assert lightning_ranks(2, run) == [True, True]
 
 
+@one_in(2)
 @of_both
 def test_a_foreign_optimizer_is_an_error_on_all_ranks(exchange, tmp_path):
     def run(rank: int) -> Any:
@@ -655,6 +662,7 @@ def test_ranks_with_other_settings():
         assert last[0] == "no error"
 
 
+@one_in(2)
 @of_both
 def test_an_error_on_one_rank_before_the_exchange_is_reported_to_all(exchange):
     def run(rank: int) -> Any:
@@ -707,6 +715,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(exchange):
         assert seconds < SOON
 
 
+@one_in(2)
 @of_both
 def test_a_step_may_be_skipped(exchange):
     """With on_nonfinite="skip" all ranks skip the gradients of a step; with updates the affected rank skips its own."""
@@ -729,6 +738,7 @@ def test_a_step_may_be_skipped(exchange):
     assert skipped == (exchange == "gradient")
 
 
+@one_in(2)
 @of_both
 def test_a_gradient_scaler_skips_steps(exchange):
     def run(rank: int) -> Any:
@@ -787,7 +797,7 @@ def test_a_model_of_which_a_part_gets_no_gradient():
 
 
 @pytest.mark.parametrize("buffers", tiers([False, True], [True]))
-@of_both
+@pytest.mark.parametrize("exchange", ["update", *in_full("gradient")])
 def test_a_rank_that_dies(exchange, buffers):
     def run(rank: int) -> Any:
         fabric, module = launched(sparse()), Two()

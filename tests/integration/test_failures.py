@@ -25,7 +25,7 @@ from lightning_sparse.observer import Observer
 from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.processes import free_port, run_ranks
 from tests.support.kernels import interpreted, needs_triton
-from tests.support.tiers import full
+from tests.support.tiers import full, one_in
 
 
 def attach_with(rank: int, exchange: str, settings: list[dict[str, Any]]) -> tuple[str, str, float]:
@@ -33,6 +33,7 @@ def attach_with(rank: int, exchange: str, settings: list[dict[str, Any]]) -> tup
     return caught(lambda: begin(**settings[rank]))
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -144,6 +145,7 @@ def breaks_in_exchange(rank: int, size: int, exchange: str) -> tuple[str, str, f
     return caught(step)
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_exception_in_the_exchange_of_one_rank(size, exchange):
@@ -327,6 +329,7 @@ def dies(rank: int, exchange: str) -> tuple[str, str, float]:
     return caught(step)
 
 
+@one_in(2)
 @of_both
 def test_a_rank_that_is_killed(exchange):
     first, second = run_ranks(2, dies, exchange)

@@ -41,7 +41,7 @@ from tests.integration.trainers import (
 )
 from tests.processes import run_ranks
 from tests.support.representatives import OTHERS, REPRESENTATIVES, in_turn
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, in_full, tiers
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 LAYERS = {"granularity": "layer", "bucket_cap_mb": 0.001}
@@ -330,6 +330,7 @@ def test_equal_to_a_simulation(name):
         assert same(simulated(make, name, loaders, together, clip), [one, other]), (make, together, clip)
 
 
+@full
 @pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk"]))
 def test_at_rate_0_nothing_moves(name):
     def rank(rank: int) -> list[Any]:
@@ -394,11 +395,12 @@ class Unfreezing(BaseFinetuning):
 @pytest.mark.reliability(
     "frozen layer unfrozen later", checked="an error on all ranks, before their weights differ", methods=REPRESENTATIVES
 )
-def test_unfreezing_later_is_an_error():
+@pytest.mark.parametrize("methods", [["topk"], pytest.param(REPRESENTATIVES, marks=full)], ids=["quick", "others"])
+def test_unfreezing_later_is_an_error(methods):
     def rank(rank: int) -> list[Any]:
         return [
             failing(rank, Net, strategy(name, 0.1), max_epochs=2, callbacks=[Unfreezing()])
-            for name in ["ddp", *REPRESENTATIVES]
+            for name in ["ddp", *methods]
         ]
 
     (stock, *ours), (other, *theirs) = lightning_ranks(2, rank)
@@ -541,6 +543,7 @@ class Keeps(Net):
         self.kept = gradient
 
 
+@full
 def test_a_reference_to_the_last_gradient_keeps_that_gradient():
     def rank(rank: int) -> list[list[float]]:
         found = []
@@ -569,6 +572,7 @@ class Copies(Net):
             torch.save(part, io.BytesIO())
 
 
+@full
 def test_a_trainer_can_be_copied_within_and_after_a_training_and_its_copy_trains(tmp_path):
     def rank(rank: int) -> list[bool]:
         found = []
@@ -645,7 +649,9 @@ class Plateau(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "metric"}}
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange": "update"}, {"exchange": "update", "overlap": "next_step"}])
+@pytest.mark.parametrize(
+    "options", [*in_full({}, {"exchange": "update"}), {"exchange": "update", "overlap": "next_step"}]
+)
 def test_rates_that_differ_among_ranks_are_warned_of_once(options, monkeypatch):
     """Under stock ddp, too, weights drift apart, but without a warning."""
     monkeypatch.setattr(rates, "PERIOD", 5)
@@ -710,6 +716,7 @@ class Adaptive(Net):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+@full
 def test_adam_is_warned_about():
     def rank(rank: int) -> list[list[str]]:
         seen = []
@@ -737,7 +744,7 @@ class Steep(Net):
         return size * sum(p.sum() for p in self.parameters())
 
 
-@pytest.mark.parametrize("kind", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("kind", ["32-true", *in_full("bf16-true")])
 def test_local_clipping_is_right_over_all_segments(kind):
     def rank(rank: int) -> list[float]:
         moved = []
@@ -769,6 +776,7 @@ def compiled(rank: int, name: str | None) -> list[Tensor]:
     return [param.detach() for param in net.parameters()]
 
 
+@full
 def test_compiled_after_wrapping():
     stock, ours = lightning_ranks(2, lambda rank: [compiled(rank, None), compiled(rank, "topk")])[0]
     assert same(stock, ours)

@@ -26,7 +26,7 @@ from lightning_sparse.options import ReducerOptions
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
 from tests.support.representatives import REPRESENTATIVES, small
-from tests.support.tiers import tiers
+from tests.support.tiers import full, in_full, one_in, tiers
 
 STEPS = 5
 
@@ -152,9 +152,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     "options",
     [
         {},
-        {"bucket_cap_mb": 0.05},
+        *in_full({"bucket_cap_mb": 0.05}),
         {"bucket_cap_mb": 0.01, "jitter": 1},
-        {"gradient_as_bucket_view": True},
+        *in_full({"gradient_as_bucket_view": True}),
         {"static_graph": True, "bucket_cap_mb": 0.05},
         {"find_unused_parameters": True, "bucket_cap_mb": 0.05},
     ],
@@ -262,6 +262,7 @@ def test_a_failure_in_the_thread_frees_the_device():
     assert run_ranks(1, failing) == [("'mine'", [True])]
 
 
+@one_in(2)
 @pytest.mark.parametrize("rehearsal", tiers([False, True], [False]))
 @pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk", "signsgd"]))
 def test_every_method_equals_simulation(name, rehearsal):
@@ -388,6 +389,7 @@ def gan_of_two_models(rank: int, how: str) -> tuple[list[str], int]:
     return messages.texts, len(_global_optimizer_pre_hooks) - before
 
 
+@one_in(3)
 @pytest.mark.parametrize("how", ["careless", "no_sync", "dense"])
 def test_a_model_that_a_backward_pass_only_goes_through_is_warned_of_once(how):
     (texts, left), silent = run_ranks(2, gan_of_two_models, how)
@@ -463,6 +465,7 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
     assert found == [{name: expected for name, (_, expected) in LOOPS.items()}]
 
 
+@full
 def test_attach_again_and_again():
     assert run_ranks(2, one_after_the_other) == [[STEPS] * 3] * 2
 
@@ -539,10 +542,10 @@ class Power(nn.Module):
         return (self.weight * x).pow(2)
 
 
-def with_graphs(rank: int) -> dict[str, tuple[Tensor, bool]]:
+def with_graphs(rank: int, methods: list[str]) -> dict[str, tuple[Tensor, bool]]:
     """As in torch's test of create_graph. There stock DDP supports only one parameter."""
     found = {}
-    for name in (None, *REPRESENTATIVES):
+    for name in (None, "dense", *methods):
         net = Power()
         ddp = DistributedDataParallel(net)
         if name is not None:
@@ -556,8 +559,13 @@ def with_graphs(rank: int) -> dict[str, tuple[Tensor, bool]]:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_backward_may_make_a_graph():
-    first, second = run_ranks(2, with_graphs)
+@pytest.mark.parametrize(
+    "methods",
+    [["topk"], pytest.param([name for name in REPRESENTATIVES if name not in ("dense", "topk")], marks=full)],
+    ids=["quick", "others"],
+)
+def test_backward_may_make_a_graph(methods):
+    first, second = run_ranks(2, with_graphs, methods)
     assert torch.equal(first["ddp"][0], first["dense"][0])
     for name, (grad, requires_grad) in first.items():
         assert requires_grad
@@ -575,7 +583,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["no_sync", "reentrant checkpointing"])
+@pytest.mark.parametrize("reentrant", [False, *in_full(True)], ids=["no_sync", "reentrant checkpointing"])
 def test_several_backward_passes_for_a_step(reentrant):
     stock = run_ranks(2, accumulated, None, reentrant)
     ours = run_ranks(2, accumulated, "dense", reentrant)
@@ -596,6 +604,7 @@ def loader(rank: int) -> float:
     return total
 
 
+@full
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker:UserWarning")  # on one processor
 def test_forked_data_loader_workers_while_the_thread_lives():
     for total in run_ranks(2, loader):
@@ -631,6 +640,7 @@ def attached_in(rank: int, mode: Any) -> list[Tensor]:
     return train(net, ddp, lambda: None, rank)
 
 
+@full
 def test_it_may_be_attached_in_inference_mode():
     first, second = run_ranks(2, attached_in, torch.inference_mode, backend="gloo")
     usual, _ = run_ranks(2, attached_in, torch.no_grad, backend="gloo")

@@ -17,8 +17,8 @@ from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, 
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.trainers import lightning_ranks, trainer
 from tests.support.shards import EXACT, attempt, loss_of, mesh_of, net, shard, steps, whole
+from tests.support.tiers import full, in_full
 
-full = pytest.mark.full
 STEPS = 6
 
 
@@ -106,7 +106,7 @@ def beside_plain_torch(rank: int, strategy: dict[str, Any], lightning: dict[str,
 @pytest.mark.parametrize(
     ("strategy", "lightning", "loop"),
     [
-        ({"density": 0.2}, {}, {"density": 0.2}),
+        pytest.param({"density": 0.2}, {}, {"density": 0.2}, marks=full),
         ({}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, {"clip": 0.05, "micro": 2}),
         pytest.param({"local_steps": 3}, {}, {"local_steps": 3}, marks=full),
         pytest.param({"granularity": "layer", "seed": 3}, {}, {"granularity": "layer", "seed": 3}, marks=full),
@@ -139,6 +139,7 @@ def beside_ddp(rank: int) -> Any:
     return max((ours[name] - expected[name]).abs().max().item() for name in expected)
 
 
+@full
 def test_one_replica_trains_as_stock():
     # Exact: the exchange on one rank leaves the weights as they are.
     assert max(lightning_ranks(4, beside_ddp)) == 0
@@ -167,32 +168,29 @@ def dense(rank: int) -> Any:
     return max((ours[name] - expected[name]).abs().max().item() for name in expected)
 
 
+@full
 def test_dense_replicas_train_as_fsdp2s_own():
     assert max(lightning_ranks(4, dense)) == 0  # both average the same sums of two ranks
 
 
-def saved_and_resumed(rank: int, folder: str, options: dict[str, Any]) -> Any:
+def saved_and_resumed(rank: int, folder: str, replicas: list[int]) -> Any:
     path = f"{folder}/half.ckpt"
     save = Save(path)
     whole_run, _ = fitted(hsdp("topk", density=0.2), callbacks=[save])
-    resumed, again = fitted(hsdp("topk", density=0.2, **options), path=path)
-    ours, expected = whole(resumed.net), whole(whole_run.net)
     files = sorted(p.name for p in Path(folder).iterdir())
-    return all(torch.equal(ours[n], expected[n]) for n in ours), again.global_step, files, save.residual
+    expected, found = whole(whole_run.net), []
+    for number in replicas:
+        resumed, again = fitted(hsdp("topk", density=0.2, replicas=number), path=path)
+        ours = whole(resumed.net)
+        found.append((all(torch.equal(ours[n], expected[n]) for n in ours), again.global_step))
+    return found, files, save.residual
 
 
-def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):
-    for equal, step, files, _ in lightning_ranks(4, saved_and_resumed, str(tmp_path), {}):
-        assert equal
-        assert step == STEPS
+@pytest.mark.parametrize("another", [1, *in_full(4)])
+def test_a_resumed_run_is_the_whole_run_bit_for_bit_and_goes_on_with_another_number_of_replicas(another, tmp_path):
+    for found, files, residual in lightning_ranks(4, saved_and_resumed, str(tmp_path), [2, another]):
+        assert found == [(True, STEPS), (False, STEPS)]
         assert files == ["half.ckpt", "half.ckpt.residuals"]
-
-
-@pytest.mark.parametrize("replicas", [1, pytest.param(4, marks=full)])
-def test_another_number_of_replicas_goes_on(replicas, tmp_path):
-    for equal, step, _, residual in lightning_ranks(4, saved_and_resumed, str(tmp_path), {"replicas": replicas}):
-        assert not equal
-        assert step == STEPS
         assert residual != 0
 
 
@@ -270,6 +268,7 @@ def states_of_replicas(rank: int, folder: str) -> Any:
     return all(map(torch.equal, before, after)), torch.cat([x.flatten() for x in before])
 
 
+@full
 def test_the_optimizer_states_of_replicas_do_not_mix(tmp_path):
     results = lightning_ranks(4, states_of_replicas, str(tmp_path))
     assert all(equal for equal, _ in results)
@@ -323,6 +322,7 @@ def fails(rank: int, broken: int) -> Any:
     return attempt(lambda: fitted(hsdp("topk", density=0.2), module))
 
 
+@full
 def test_a_nan_in_one_replica_ends_all_ranks():
     for error in lightning_ranks(4, fails, 3):
         assert error.startswith((NonFiniteGradient.__name__, RankFailure.__name__, "RuntimeError")), error
@@ -360,6 +360,7 @@ def told(rank: int) -> Any:
     return run.global_step, ""
 
 
+@full
 def test_all_ranks_end_after_the_same_batch_if_one_is_told_to():
     results = lightning_ranks(4, told)
     assert len({step for step, _ in results}) == 1

@@ -10,7 +10,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 SCALE = {"init_scale": 2.0**10, "growth_interval": 10**6}  # one that stays
 GROWING = {"init_scale": 32.0, "growth_interval": 1}
@@ -184,6 +184,7 @@ def test_two_scalers_are_refused():
     )
 
 
+@full
 def test_a_scaler_that_scales_nothing_or_is_switched_off_is_none():
     def rank(rank: int) -> list[Any]:
         original = torch.amp.GradScaler.scale

@@ -14,6 +14,7 @@ from lightning_sparse.hooks import UpdateExchanger, misuse
 from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead
 from tests.processes import run_ranks
+from tests.support.tiers import in_full, one_in
 
 
 def network() -> nn.Module:
@@ -217,6 +218,7 @@ def with_closure(by_name: bool, kind: Any) -> tuple[Tensor, int]:
     return weights(net), reducer.step
 
 
+@one_in(2)
 @pytest.mark.parametrize(("by_name", "kind"), [(False, torch.optim.AdamW), (True, torch.optim.AdamW), (True, Own)])
 def test_what_a_closure_does_to_weights_is_no_update(by_name, kind):
     (first, steps), (second, _) = run_ranks(2, lambda _: with_closure(by_name, kind))
@@ -258,7 +260,8 @@ def trained(made: Any, inside: bool) -> tuple[Tensor, Any]:
 @pytest.mark.parametrize(
     ("made", "inside"),
     [
-        *((derived, False), (around, False), (around, True), (compiled, False), (compiled_step, False)),
+        *((derived, False), (around, False), (around, True)),
+        *in_full((compiled, False), (compiled_step, False)),
         *((lookahead, False), (lookahead_with_schedule, False)),
     ],
     ids=lambda case: getattr(case, "__name__", str(case)),
@@ -292,6 +295,7 @@ def attached_anew(_: int, how: str) -> Tensor:
     return weights(net)
 
 
+@one_in(3)
 @pytest.mark.parametrize("how", ["updates", "gradients", "gradients at once"])
 def test_a_model_can_be_attached_anew(how):
     first, second = run_ranks(2, attached_anew, how)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.integration.failing import caught, of_both
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
+from tests.support.tiers import one_in
 
 
 class Different(Net):
@@ -70,6 +71,7 @@ def started(
     return look.found, look.sent
 
 
+@one_in(2)
 @of_both
 @pytest.mark.parametrize(
     ("options", "equal"),
