@@ -60,7 +60,8 @@ format: .venv/installed
 
 .venv/installed: setup.cfg setup.py pyproject.toml requirements/ci.txt $(wildcard lightning_sparse/kernels/cpu/* lightning_sparse/contrib/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with --group
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[cli,cuda,examples]' --group dev
 	touch $@
 
 clean:
