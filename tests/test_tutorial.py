@@ -1,4 +1,4 @@
-"""The tutorial notebook runs, and shows the speed-up that it promises."""
+"""The tutorial notebook runs, and shows that a sparse strategy needs the link less."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "tutorial.ipynb"
 
 
 @full
-def test_the_notebook_runs_and_the_sparse_strategy_is_faster(tmp_path):
-    """The notebook itself compares the weights after a resume, bit for bit. A load slows both strategies down."""
+def test_the_notebook_runs_and_the_sparse_strategy_needs_the_link_less(tmp_path):
+    """The notebook itself compares weights after a resume. The link's seconds are computed, so no load changes them."""
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     shutil.copy(NOTEBOOK, tmp_path)
@@ -29,7 +29,7 @@ def test_the_notebook_runs_and_the_sparse_strategy_is_faster(tmp_path):
     )
     assert [point["step"] for point in sparse] == [point["step"] for point in stock]
     assert all(points[-1]["loss"] < points[0]["loss"] - 0.5 for points in (stock, sparse))
-    assert sparse[-1]["seconds"] < stock[-1]["seconds"]
+    assert sparse[-1]["link"] < 0.1 * stock[-1]["link"]
     assert [(point["step"], point["loss"]) for point in resumed] == [
         (point["step"], point["loss"]) for point in sparse[len(sparse) // 2 :]
     ]
