@@ -10,12 +10,18 @@ from lightning_sparse.hooks import attach, attach_updates, exchange_pending
 from lightning_sparse.methods import METHODS, Method, method
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.replica_checkpoint import load_replica, save_replica
-from lightning_sparse.strategies import FabricSparseDDPStrategy, SparseDDPStrategy, SparseHSDPStrategy
+from lightning_sparse.strategies import (
+    AutoDDPStrategy,
+    FabricSparseDDPStrategy,
+    SparseDDPStrategy,
+    SparseHSDPStrategy,
+)
 from lightning_sparse.update_rule import UpdateRule
 
 __version__ = "0.1.0"
 __all__ = [
     "METHODS",
+    "AutoDDPStrategy",
     "Comm",
     "FabricSparseDDPStrategy",
     "Method",

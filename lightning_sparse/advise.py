@@ -34,6 +34,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.trained import TRAINED
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 
@@ -63,16 +64,6 @@ CAUTIONS = {
     },
 }
 """Methods that are listed but never recommended, and the reason: a step with them contributes less to training."""
-TRAINED = {
-    "adamw": {"topk": 8, "gaussiank": 2, "int4": 4, "int8": 2},
-    "sgd": {"topk": 2, "gaussiank": 2, "int4": 2, "int8": 2},
-}
-"""Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
-
-The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
-(`language.csv`, `comparison_gpt_adamw.csv`). With SGD the same holds for quantizers (`comparison_gpt_sgd.csv`), and
-sparse methods lost at most one point of accuracy (`convergence.csv`). No other method is recommended.
-"""
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 

@@ -24,8 +24,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.optimize import brentq
-
 from lightning_sparse.aggregators import AllReduceMean
 from lightning_sparse.compressors import Compressor, Identity, Sparsifier
 from lightning_sparse.exchange import Exchanged
@@ -242,6 +240,8 @@ def break_even_bandwidth(
         at = Link(math.exp(log_bandwidth), link.latency)
         dense = min(step(DENSE, work, workers, at, costs, dense_bytes=each).seconds for each in baselines)
         return dense - step(method, work, workers, at, costs, exchanged=exchanged).seconds
+
+    from scipy.optimize import brentq  # the import takes a third of a second, and training does without
 
     low, high = math.log(1e3), math.log(1e14)
     if gain(low) <= 0:

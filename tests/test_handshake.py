@@ -45,7 +45,7 @@ class CountingStore:
         return self.store.check(keys)
 
 
-def shake(settings, *, late=0.0, seconds=20, store=None):
+def shake(settings, *, late=0.0, seconds=20, store=None, attempt=0):
     """Let one thread per entry of `settings` take part, the last one `late`; return outcomes and clients."""
     store = store or dist.HashStore()
     size = len(settings)
@@ -55,7 +55,7 @@ def shake(settings, *, late=0.0, seconds=20, store=None):
     def run(rank):
         if rank == size - 1:
             time.sleep(late)
-        shaking = Handshake(clients[rank], "0", rank, range(size), timedelta(seconds=seconds))
+        shaking = Handshake(clients[rank], "0", rank, range(size), timedelta(seconds=seconds), attempt=attempt)
         try:
             if isinstance(settings[rank], Exception):
                 shaking.refuse(settings[rank])
@@ -77,8 +77,8 @@ def shake(settings, *, late=0.0, seconds=20, store=None):
 def test_equal_settings_get_a_common_name_that_is_new(size):
     store = dist.HashStore()
     names = set()
-    for _ in range(3):
-        outcomes, _ = shake([{"method": "topk"}] * size, store=store)
+    for attempt in range(3):
+        outcomes, _ = shake([{"method": "topk"}] * size, store=store, attempt=attempt)
         assert len(set(outcomes)) == 1
         names.add(outcomes[0])
     assert len(names) == 3
@@ -106,28 +106,69 @@ def test_a_rank_that_refuses_is_named_on_all_ranks(odd, late):
     ] * 3
 
 
-@pytest.mark.parametrize("pause", [0.0, 4.0])
-def test_a_late_refusal_does_not_end_the_next_attempt(pause):
-    """All ranks refuse and try again, and the leader calls again before another rank has reported its first refusal.
+def in_turn(store, rank, attempts, pauses):
+    """Let a rank try again after each error; return all outcomes. It pauses before each attempt."""
+    outcomes = []
+    for attempt, (settings, pause) in enumerate(zip(attempts, pauses, strict=True)):
+        time.sleep(pause)
+        shaking = Handshake(store, "0", rank, range(3), timedelta(seconds=20), attempt=attempt)
+        try:
+            if isinstance(settings, Exception):
+                shaking.refuse(settings)
+                raise settings
+            outcomes.append(shaking.agree(settings))
+        except (RankFailure, ValueError) as error:
+            outcomes.append(str(error))
+    return outcomes
 
-    Ranks believe a refusal only if its entry stands for a while. The other rank may pause longer before it tries again.
-    """
-    store, outcomes = dist.HashStore(), []
 
-    def shaking(rank):
-        return Handshake(store, "0", rank, range(2), timedelta(seconds=20))
+NO = ValueError("not so")
+FINE, OTHER = {"method": "topk"}, {"method": "qsgd"}
 
-    shaking(0).refuse(ValueError("not so"))
-    leader = threading.Thread(target=lambda: outcomes.append(shaking(0).agree({"method": "topk"})))
-    leader.start()
-    while not store.check(["lightning_sparse/0/0/handshake/call"]):
-        time.sleep(0.01)
-    shaking(1).refuse(ValueError("not so"))
-    time.sleep(pause)
-    outcomes.append(shaking(1).agree({"method": "topk"}))
-    leader.join()
-    assert len(outcomes) == 2
-    assert outcomes[0] == outcomes[1]
+
+@pytest.mark.parametrize(
+    ("attempts", "reason"),
+    [
+        ([FINE, OTHER, FINE], "Ranks differ in method: rank 0 has topk, rank 1 has qsgd"),
+        *tiers(
+            [
+                ([NO, NO, NO], "not so"),
+                ([FINE, NO, FINE], "not so"),
+                ([NO, FINE, FINE], "not so"),
+                ([FINE, FINE, OTHER], "Ranks differ in method: rank 0 has topk, rank 2 has qsgd"),
+            ],
+            [],
+        ),
+    ],
+)
+@pytest.mark.parametrize("late", tiers([0, 1, 2, None], [2, None]))
+def test_ranks_that_try_again_get_the_reason_of_each_attempt(attempts, reason, late):
+    """One rank begins the first attempt when the others have failed it, and are in the second one."""
+    store, outcomes = dist.HashStore(), {}
+
+    def run(rank):
+        pauses = [3.0 * (rank == late), 0.0, 0.0, 3.0 * (late is None and rank == 1)]
+        outcomes[rank] = in_turn(store, rank, [attempts[rank], FINE, attempts[rank], FINE], pauses)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for first, second, third, last in outcomes.values():
+        assert reason in first
+        assert reason in third
+        assert (second, last) == (outcomes[0][1], outcomes[0][3])
+        assert "Rank" not in second + last
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_learns_so_at_once():
+    store = dist.HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RankFailure, match="to attach topk"):
+            Handshake(store, "0", rank, range(2), timedelta(seconds=0.5)).agree(FINE)
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("absent", [0, 2])

@@ -52,6 +52,7 @@ ALLOWED = {
         "checkpoint",
         "comm",
         "compressors",
+        "cost",
         "hooks",
         "memory",
         "methods",
@@ -59,15 +60,18 @@ ALLOWED = {
         "reducer",
         "replica_checkpoint",
         "shards",
+        "trained",
         "update_rule",
     },
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
+    "trained": set(),
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {
-        *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "update_rule", "updates"),
+        *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "trained", "update_rule"),
+        "updates",
     },
     # Only `methods` may import from `contrib`, and only `contrib.methods`.
     "contrib": {

@@ -109,8 +109,9 @@ class CommunicationMonitor(StepCallback):
         reducer: Reducer = trainer.strategy.reducer
         if self._first is None:
             # on_train_start is too early: the strategy's on_train_start runs later and resets the counts.
-            self._first, self._comm = _Totals.of(trainer), reducer.comm
+            self._first = _Totals.of(trainer)
             self._last = self._first
+        self._comm = reducer.comm  # a new one if the strategy has chosen another exchange
         if self._timed_observer is not None:
             self._step_began = _Totals.of(trainer)
 

@@ -3,10 +3,13 @@
 Ranks with different settings would call collectives that do not match, so a collective cannot compare them. The first
 rank of the group is the leader:
 
-1. The leader writes its settings and then a call: a new nonce, a digest of the settings, and its number of failures.
+1. The leader writes its settings and then a call: a new nonce and a digest of the settings.
 2. Every other rank answers the call with its nonce, under a key that contains the leader's nonce. If its digest
    differs, the rank reads the leader's settings and writes an objection that names the setting.
 3. The leader writes a verdict: the nonces of all answers, and the first objection.
+
+If a rank cannot attach, or gives up, it writes a refusal. A rank may try again at once, while another one has not even
+begun the attempt that failed. So the keys of each attempt contain its number, and the late rank still finds the reason.
 
 Ranks may form parts that exchange separately, as the shards of a model do. Some settings need to be equal only within a
 part. The first rank of each part writes them before it answers, and the others of the part compare them with theirs.
@@ -17,6 +20,7 @@ nonce cannot be stale, and neither can a verdict that contains the rank's nonce.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -40,8 +44,6 @@ WARN_AFTER_SECONDS = 5.0
 """Seconds after which a warning names a rank that has not attached. DDP's constructor has just synchronised all."""
 STALE_AFTER_SECONDS = 2.0
 """Seconds that an error entry must remain unchanged before it is trusted. A stale entry is overwritten sooner."""
-SLOWEST_SECONDS = 60.0
-"""The same for the entry of an attempt that failed on this rank too. On a busy machine the next entry comes late."""
 
 
 class Handshake:
@@ -55,6 +57,7 @@ class Handshake:
         timeout: time to wait for the slowest rank.
         has_ended: returns whether a rank's connections are closed, or None if this is unknown.
         part: this rank's part of the group; None is the whole group.
+        attempt: number of earlier attempts of this rank in this group. Each ends on all ranks, in the same way.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Handshake:
         timeout: timedelta,
         has_ended: Callable[[int], bool | None] = lambda rank: None,
         part: Sequence[int] | None = None,
+        attempt: int = 0,
     ) -> None:
         self._rank, self._leader = rank, ranks[0]
         self._part = sorted(part or (), key=[*ranks].index)
@@ -73,20 +77,20 @@ class Handshake:
         self._timeout, self._has_ended = timeout.total_seconds(), has_ended
         self._store = BoundedStore(store, max(self._timeout, STALE_AFTER_SECONDS))
         self._reason = ""  # the latest known reason for a failure
-        self._prefix = f"lightning_sparse/{group}/{ranks[0]}/handshake"  # groups of a mesh dimension may share a name
+        # Groups of a mesh dimension may share a name.
+        self._prefix = f"lightning_sparse/{group}/{ranks[0]}/handshake/{attempt}"
         self._nonce = secrets.token_hex(8)
         self._method = ""
         self._refusal = "", 0.0  # the latest refusal, and the time at which this rank first read it
 
     def refuse(self, error: BaseException) -> None:
         """Report to the other ranks that this rank cannot attach."""
-        reason = f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}"
-        self._set("refused", json.dumps([self._rank, self._failures, self._nonce, reason]))
-        session, _, failures = (self._get("call") or "  ").split(" ")
-        # If the leader has failed too and is already trying again, its call belongs to the next attempt.
-        if self._rank != self._leader and failures == str(self._failures):
-            self._object(session, reason)
-        self._count_failure()
+        self._refuse(f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        self._set("refused", json.dumps([self._rank, self._nonce, reason]))
+        if self._rank != self._leader and (call := self._get("call")):
+            self._object(call.split()[0], reason)  # then the leader need not wait until the refusal is trusted
 
     def agree(self, settings: Mapping[str, Any], of_part: Mapping[str, Any] | None = None) -> str:
         """Compare settings with all ranks.
@@ -106,8 +110,10 @@ class Handshake:
                 if not self._part:
                     return self._agree({**settings, **(of_part or {})}, {})
                 return self._agree(settings, {"group": rank_list(self._part), **(of_part or {})})
-            except RankFailure:
-                self._count_failure()
+            except RankFailure as failure:
+                with contextlib.suppress(dist.DistError, StoreTimeout):  # without a store, no rank waits for long
+                    if not self._get("refused"):
+                        self._refuse(str(failure))
                 raise
         except dist.DistError as error:
             raise RankFailure(self._reason or lost_store(self._rank, error)) from error
@@ -118,14 +124,6 @@ class Handshake:
         """Return why another rank cannot attach; "" if no rank has reported a reason."""
         rank, *_, reason = json.loads(self._get("refused") or "[null, null]")
         return reason or "" if rank != self._rank else ""
-
-    @property
-    def _failures(self) -> int:
-        """Number of failed attempts of this rank. After all ranks have failed, it is equal on all of them."""
-        return int(self._get(f"failures/{self._rank}") or 0)
-
-    def _count_failure(self) -> None:
-        self._set(f"failures/{self._rank}", str(self._failures + 1))
 
     def _agree(self, settings: Mapping[str, Any], of_part: Mapping[str, Any]) -> str:
         text = json.dumps(settings, sort_keys=True)
@@ -141,7 +139,7 @@ class Handshake:
         session = self._nonce
         self._set(f"{session}/settings", text)
         self._publish(session, of_part)
-        self._set("call", f"{session} {digest} {self._failures}")
+        self._set("call", f"{session} {digest}")
         try:
             self._await_answers(session)
             error = self._get(f"{session}/objection")
@@ -185,7 +183,7 @@ class Handshake:
         while True:
             call = self._get("call")
             if call and call.split()[0] != session:
-                session, leaders_digest, _ = call.split()
+                session, leaders_digest = call.split()
                 start, answered = time.monotonic(), False
                 if digest != leaders_digest:
                     self._compare(session, self._leader, json.loads(self._get(f"{session}/settings")), settings)
@@ -243,12 +241,8 @@ class Handshake:
         entry = self._get("refused")
         if entry != self._refusal[0]:
             self._refusal, self._reason = (entry, time.monotonic()), json.loads(entry)[-1] if entry else ""
-        if not entry:
-            return
-        _, attempt, _, reason = json.loads(entry)
-        is_old = attempt < self._failures
-        if time.monotonic() > self._refusal[1] + (SLOWEST_SECONDS if is_old else STALE_AFTER_SECONDS):
-            raise RankFailure(reason)
+        if entry and time.monotonic() > self._refusal[1] + STALE_AFTER_SECONDS:
+            raise RankFailure(json.loads(entry)[-1])
 
     def _raise_if_ended(self, missing: Sequence[int], waited: float) -> None:
         if waited > 0.9 * self._timeout:

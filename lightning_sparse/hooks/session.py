@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,15 @@ from lightning_sparse._compat import backend_name, group_timeout, is_open, new_n
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
-from lightning_sparse.comm.process_group import call_in_thread, has_ended
+from lightning_sparse.comm.process_group import CONNECT_SECONDS, call_in_thread, has_ended
 from lightning_sparse.comm.store import StoreTimeout
 from lightning_sparse.methods import Method
 from lightning_sparse.options import ReducerOptions, check_optional
 from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
+_attempts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective, which have no special class."""
 
@@ -52,7 +55,7 @@ def report_errors_to_peers(group: dist.ProcessGroup | None = None) -> Iterator[N
         if dist.is_initialized():
             # Without the store's host the other ranks end anyway. RankFailure: the store gave no first answer.
             with contextlib.suppress(dist.DistError, StoreTimeout, RankFailure):
-                _handshake(ProcessGroupComm(group), timedelta(0)).refuse(error)
+                _refuse(error, group)
         raise
 
 
@@ -64,17 +67,23 @@ def report_or_diagnose(error: BaseException) -> None:
     """
     broken, reason = _is_broken(error), ""
     try:
-        handshake = _handshake(ProcessGroupComm(None), timedelta(0))
         if broken:
-            reason = handshake.refusal()
+            reason = _handshake(ProcessGroupComm(None)).refusal()
         else:
-            handshake.refuse(error)
+            _refuse(error, None)
     except RankFailure as failure:  # no first answer from the store: its host has ended or is frozen
         reason = str(failure)
     except (dist.DistError, StoreTimeout):
         pass
     if broken and reason:
         error.args = (f"{reason} ({first_line(error)})",)
+
+
+def _refuse(error: BaseException, group: dist.ProcessGroup | None) -> None:
+    """Report an error to the other ranks once, although it may pass here again; they know of a RankFailure already."""
+    if not isinstance(error, RankFailure) and not hasattr(error, "_lightning_sparse_reported"):
+        error._lightning_sparse_reported = True  # type: ignore[attr-defined]
+        _handshake(ProcessGroupComm(group)).refuse(error)
 
 
 def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta | None) -> None:
@@ -97,13 +106,19 @@ def _is_broken(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))
 
 
-def _handshake(comm: ProcessGroupComm, timeout: timedelta, part: Sequence[int] | None = None) -> Handshake:
+def _handshake(
+    comm: ProcessGroupComm,
+    timeout: timedelta = timedelta(seconds=CONNECT_SECONDS),
+    part: Sequence[int] | None = None,
+) -> Handshake:
+    """Return this rank's next handshake with the ranks of a group."""
     group, ranks = comm.group, comm.ranks
+    attempt = _attempts[group] = _attempts.get(group, -1) + 1
 
     def ended(rank: int) -> bool | None:
         return has_ended(group, ranks.index(rank))
 
-    return Handshake(comm.store, group.group_name, dist.get_rank(), ranks, timeout, ended, part)
+    return Handshake(comm.store, group.group_name, dist.get_rank(), ranks, timeout, ended, part, attempt)
 
 
 class Session:

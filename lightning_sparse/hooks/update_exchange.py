@@ -10,6 +10,7 @@ import enum
 import logging
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -365,6 +366,23 @@ class UpdateExchanger:
             self._unshared = False
             self._share_others()
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Leave no difference among ranks, at the price of dense exchanges. All ranks call it between steps.
+
+        Pending updates are exchanged. The mean of all residuals goes into the weights, and each rank takes the mean of
+        the optimizers' states. Then gradients may be exchanged.
+        """
+        self.exchange_pending()
+
+        def settle() -> None:
+            for each in self.updates.segments:
+                each.apply_residual_()
+            for optimizer in self.optimizers:
+                average_states(self.comm, optimizer)
+
+        self._during(settle)
+
     def _share_others(self) -> None:
         """Broadcast the parameters without updates from rank 0, because the module may change them.
 
@@ -428,6 +446,28 @@ class UpdateExchanger:
         ended = self.updates.close()
         self._session.mark_done()
         self._session.finish(failed=not ended)
+
+
+def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
+    """Replace an optimizer's states by their mean over all ranks; numbers that are no floats are rank 0's.
+
+    If ranks have states of different parameters, all take rank 0's.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [optimizer.state.get(param, {}) for param in params]
+    tensors = [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
+    described = repr([[(key, getattr(x, "shape", None)) for key, x in sorted(state.items())] for state in states])
+    device = params[0].device
+    digest = torch.tensor([zlib.crc32(described.encode())], dtype=torch.int64, device=device)
+    found = comm.all_gather_rows(digest)
+    if bool((found != found[0]).any()):
+        state = [optimizer.state_dict()]
+        dist.broadcast_object_list(state, comm.ranks[0], group=comm.group)
+        optimizer.load_state_dict(state[0])
+        return
+    for x in tensors:
+        if x.is_floating_point() and x.dim():
+            x.copy_(comm.all_reduce(x.float()).div_(comm.size))
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:

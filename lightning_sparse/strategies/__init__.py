@@ -16,12 +16,13 @@ from lightning_sparse._lightning import CHOSEN, FABRIC, INSTALLED
 
 if TYPE_CHECKING:
     from lightning_sparse.strategies.pytorch_lightning import (
+        AutoDDPStrategy,
         FabricSparseDDPStrategy,
         SparseDDPStrategy,
         SparseHSDPStrategy,
     )
 
-__all__ = ["FabricSparseDDPStrategy", "SparseDDPStrategy", "SparseHSDPStrategy"]
+__all__ = ["AutoDDPStrategy", "FabricSparseDDPStrategy", "SparseDDPStrategy", "SparseHSDPStrategy"]
 
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
@@ -30,5 +31,6 @@ for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
+    AutoDDPStrategy = _modules[CHOSEN].AutoDDPStrategy
     SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
     FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy

@@ -180,20 +180,25 @@ class DDPOptions:
         )
 
     @classmethod
+    def _registered(cls) -> dict[str, dict[str, Any]]:
+        """Return the options of the registered names, by their beginning."""
+        return {method: {"method": method} for method in METHODS}
+
+    @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add `<method>_ddp` of each method, with Lightning's suffixes and aliases `<method>` and `ddp_<method>`."""
         starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        for method in METHODS:
+        for method, options in cls._registered().items():
             for suffix, start_method in starts.items():
                 for end, unused in {"": {}, **FIND_UNUSED}.items():
-                    aliases = () if suffix or end else (method, f"ddp_{method}")
+                    aliases = () if suffix or end else (*options.values(), f"ddp_{method}")
                     for name in (f"{method}_ddp{suffix}{end}", *aliases):
                         if name not in strategy_registry:
                             strategy_registry.register(
                                 name,
                                 cls,
                                 description=f"DDP with compressed gradients: {method}, started by {start_method}.",
-                                method=method,
+                                **options,
                                 start_method=start_method,
                                 **unused,
                             )

@@ -4,6 +4,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
+from lightning_sparse.strategies.auto import AutoDDP
 from lightning_sparse.strategies.fabric import FabricSparseDDP
 from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
@@ -13,6 +14,13 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the sa
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "lightning.pytorch"
+
+
+class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy):  # type: ignore[misc]
+    """`AutoDDP` for this namespace."""
+
+    __doc__ = AutoDDP.__doc__
     _namespace = "lightning.pytorch"
 
 
@@ -31,5 +39,6 @@ class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):  # type: igno
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+AutoDDPStrategy.register_strategies(StrategyRegistry)
 SparseHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -4,6 +4,7 @@ from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
+from lightning_sparse.strategies.auto import AutoDDP
 from lightning_sparse.strategies.fabric import FabricSparseDDP
 from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
@@ -13,6 +14,13 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
     """`SparseDDP` for this namespace."""
 
     __doc__ = SparseDDP.__doc__
+    _namespace = "pytorch_lightning"
+
+
+class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy):
+    """`AutoDDP` for this namespace."""
+
+    __doc__ = AutoDDP.__doc__
     _namespace = "pytorch_lightning"
 
 
@@ -31,5 +39,6 @@ class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)
+AutoDDPStrategy.register_strategies(StrategyRegistry)
 SparseHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)

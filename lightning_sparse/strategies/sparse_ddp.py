@@ -64,6 +64,15 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
+        self._start_exchange(trainer)
+
+    def _wrap(self) -> DistributedDataParallel:
+        """Wrap the model."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    def _start_exchange(self, trainer: Any) -> None:
         self._reducer = None  # free the residuals of an earlier fit before allocating new ones
         assert self.model is not None
         method, what, why = self._choose(self.optimizers)
@@ -74,9 +83,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
                 self, self._exchange_updates(UpdateExchanger, self.model, self.optimizers, method)
             )
         else:
-            super().configure_ddp()
-            assert isinstance(self.model, DistributedDataParallel)
-            training = GradientTraining(self, self.model, self.optimizers, method)
+            training = GradientTraining(self, self._wrap(), self.optimizers, method)
         self._begin_fit(trainer, training, why)
 
     def on_train_end(self) -> None:

@@ -71,7 +71,7 @@ class TrainerCalls:
         """
         assert training.exchanger is not None
         self._training, self._reducer, self._is_consistent = training, training.exchanger.reducer, True
-        if self.world_size > 1:
+        if self.world_size > 1 and self._shutdown is None:
             self._shutdown = CoordinatedShutdown(trainer, training.exchanger.comm, launched=self._launched)
         self._began(training, why, trainer.loggers)
 

@@ -1,0 +1,50 @@
+"""Measures the link between ranks by a few short all-reduces."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from lightning_sparse.comm.base import Comm
+
+ENOUGH_SECONDS = 0.15
+"""A message that takes this long shows the bandwidth: shapers let the first bytes pass at once."""
+MOST_ELEMENTS = 1 << 22
+
+
+def measure_link(comm: Comm, device: torch.device) -> tuple[float, float]:
+    """Measure the link of the slowest rank; all ranks call it. It takes a second at most, over 1 Mbit/s four.
+
+    Args:
+        comm: connection to the other ranks.
+        device: device of the messages.
+
+    Returns:
+        The bandwidth in bytes per second in each direction, and the seconds of a message without its bytes. Equal on
+        all ranks.
+    """
+
+    def timed(numel: int) -> float:
+        x = torch.zeros(numel, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        comm.all_reduce(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    def slowest(seconds: float) -> float:
+        return float(comm.all_reduce(torch.tensor([seconds], device=device), "max"))
+
+    short = slowest(statistics.median([timed(2) for _ in range(6)][1:]))
+    numel, seconds = 1 << 14, 0.0
+    while True:
+        seconds = slowest(timed(numel))
+        if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
+            break
+        numel *= 4
+    nbytes = 2 * (comm.size - 1) / comm.size * 4 * numel
+    return nbytes / max(seconds - short, 1e-2 * seconds), short / (2 * (comm.size - 1))

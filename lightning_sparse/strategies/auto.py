@@ -1,0 +1,370 @@
+"""The strategy that chooses the exchange by measuring while it trains: stock all-reduce, or a method that pays.
+
+It tries only methods that trained as well as dense training in this project's benchmarks. `Tuner` decides by the times
+of steps. Ranks decide alike, because each decides by the numbers of the slowest rank. A switch happens between two
+steps, and nothing is lost in it:
+
+- Residuals of gradients are added to the same rank's next gradient.
+- Residuals of updates stay if updates are exchanged afterwards. Otherwise all ranks apply their mean, and take the mean
+  of the optimizers' states, which differ among ranks while updates are exchanged.
+"""
+
+# Lightning's strategy and ours are the next bases:
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.comm.link import measure_link
+from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
+from lightning_sparse.hooks import agree
+from lightning_sparse.hooks.stock import StockExchanger
+from lightning_sparse.options import ReducerOptions
+from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.strategy_options import StrategyOptions
+from lightning_sparse.strategies.training import Training
+from lightning_sparse.strategies.tuner import Numbers, Tuner
+from lightning_sparse.strategies.update_training import UpdateTraining
+from lightning_sparse.trained import DELAYED, TRAINED
+
+KEY = "lightning_sparse_auto"
+"""Key of the choice in a checkpoint."""
+STOCK = "ddp"
+SHORT = 0.05
+"""Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
+CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps", "overlap")
+FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
+
+
+class StockTraining(Training):
+    """Leaves the gradients to DDP's own all-reduce.
+
+    Args:
+        exchanger: counts the steps.
+        optimizers: the optimizers of the model.
+    """
+
+    exchanger: StockExchanger
+
+    def __init__(self, exchanger: StockExchanger, optimizers: Sequence[Optimizer]) -> None:
+        self.exchanger, self.optimizers = exchanger, optimizers
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        result = step(closure)
+        if optimizer is self.optimizers[0]:
+            self.exchanger.count_step()
+        return result
+
+
+class _Clock:
+    """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
+        self._spent = 0.0
+
+    def begin_batch(self) -> None:
+        self._spent += self._ended - self._began
+        self._began = self._ended = time.perf_counter()
+
+    def note_end(self) -> None:
+        self._ended = time.perf_counter()
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        spent, self._spent = self._spent + self._ended - self._began, 0.0
+        self._began = self._ended
+        return spent
+
+
+class AutoDDP:
+    """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
+
+    It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
+    within a hundred steps. It looks again every few hundred steps, and decides anew if steps take another time.
+
+    Args:
+        seed: the seed of the methods' random choices.
+        **kwargs: the options of Lightning's DDPStrategy and torch's DistributedDataParallel.
+
+    Raises:
+        ValueError: an option of a method, which this strategy chooses itself.
+    """
+
+    _class_name = "AutoDDPStrategy"
+
+    if TYPE_CHECKING:
+        _options: Any
+        _training: Any
+        _reducer: Any
+        model: Any
+
+        def __getattr__(self, name: str) -> Any:
+            """Stands for the attributes of `SparseDDP` and of Lightning's strategies."""
+
+    def __init__(self, *, seed: int = 0, **kwargs: Any) -> None:
+        for option in (*CHOSEN, *FIXED):
+            if option in kwargs:
+                raise ValueError(
+                    f"{type(self).__name__}({option}={kwargs[option]!r}): this strategy chooses the exchange itself, "
+                    f"and stock all-reduce is one choice. Leave {option} out; or take SparseDDPStrategy, or "
+                    f"strategy='topk_ddp', to decide yourself."
+                )
+        super().__init__("topk", seed=seed, **kwargs)  # type: ignore[call-arg]
+        self._arguments = {"seed": seed, **kwargs}
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._auto = _Choice(self._options)
+
+    @property
+    def choice(self) -> str:
+        """The name of the exchange that trains: "ddp" for stock all-reduce, or that of a method."""
+        return self._auto.tuner.current
+
+    # Start and switches:
+
+    def _start_exchange(self, trainer: Any) -> None:
+        self._auto.begin(self, trainer)
+        self._use(self._auto.tuner.current, trainer)
+
+    def _use(self, name: str, trainer: Any) -> None:
+        """Begin an exchange."""
+        options = self._auto.options[name]
+        if options is not None:
+            self._options = options
+            super()._start_exchange(trainer)
+            return
+        self._reducer = None
+        ddp = self._wrap()
+        training = StockTraining(StockExchanger(ddp, self._auto.reducer_options, self._timeout), self.optimizers)
+        self._begin_fit(trainer, training, "")
+
+    def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
+        if self._auto.tuner.is_settled or not self._auto.tuner.times:  # no try of some steps
+            super()._began(training, self._auto.reason, loggers)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._auto.start(self.lightning_module.trainer.global_step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer = self.lightning_module.trainer
+        if self._auto.is_due(self, trainer.global_step):
+            before = self._auto.tuner.current
+            text = self._auto.decide(self)
+            if self._auto.tuner.current != before:
+                self._switch(trainer)
+            if self.global_rank == 0 and text:
+                if self._auto.tuner.current == before or not self._auto.tuner.is_settled:
+                    self.inform(text)  # otherwise the summary of the new exchange has said so
+                for logger in trainer.loggers:
+                    logger.log_metrics(self._auto.scalars, trainer.global_step)
+        super().on_train_batch_start(batch, batch_idx)
+        self._auto.clock.begin_batch()
+
+    def _switch(self, trainer: Any) -> None:
+        """Replace the exchange between two steps."""
+        name, old = self._auto.tuner.current, self._training
+        assert old.exchanger is not None
+        resume = self._leave(old, self._auto.options[name])
+        counts = old.exchanger.comm.sent_bytes, old.exchanger.comm.seconds, old.exchanger.reducer.step
+        old.close()
+        self._training, self.model = Training(), self.lightning_module
+        del old
+        gc.collect()  # of DistributedDataParallel's buckets
+        self._use(name, trainer)
+        reducer = self.reducer
+        reducer.comm.sent_bytes, reducer.comm.seconds, reducer.step = counts
+        self._training.begin()
+        resume()
+
+    def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
+        """End an exchange without loss; return a function that hands over to the next one, of these options."""
+        exchanger = training.exchanger
+        if isinstance(training, UpdateTraining):
+            training.exchange_pending()
+            if options is not None and options.choose(self.optimizers)[0] == "update":
+                state = exchanger.reducer.state_dict()
+                return lambda: self.reducer.load_state_dict(state)
+            training.exchanger.settle()
+        elif isinstance(training, GradientTraining):
+            exchanger.drain()
+            residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
+            return lambda: self._add_to_next_gradients(residuals)
+        return lambda: None
+
+    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        params = dict(self.lightning_module.named_parameters())
+        for name, residual in residuals.items():
+            _add_once(params[name], residual)
+
+    # Measurement:
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._auto.clock.note_end()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.root_device.type == "cuda":
+            torch.cuda.current_stream(self.root_device).synchronize()
+        self._auto.clock.note_end()
+        return result
+
+    # Checkpoints:
+
+    def _parts(self, filepath: Any) -> list[Any]:
+        return [] if isinstance(self._training, StockTraining) else super()._parts(filepath)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint[KEY] = self._auto.tuner.current
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._auto.resumed = checkpoint.get(KEY, "")
+        return checkpoint
+
+    @classmethod
+    def _registered(cls) -> dict[str, dict[str, Any]]:
+        return {"auto": {}}
+
+
+class _Choice:
+    """The candidates of a fit, their measurements, and the present choice.
+
+    Args:
+        base: the options of TopK.
+
+    Attributes:
+        options: the options of each candidate, by name; None of stock all-reduce.
+        tuner: decides.
+        clock: times the steps.
+        reason: the reason for the present choice, for the summary of a run.
+        resumed: the choice in the checkpoint that was loaded last; "" without one.
+    """
+
+    def __init__(self, base: StrategyOptions) -> None:
+        self._base, self.resumed, self.reason = base, "", ""
+        self.options: dict[str, StrategyOptions | None] = {STOCK: None}
+        self.tuner = Tuner({STOCK: 0.0}, STOCK)
+        self.clock = _Clock()
+        self._link = Link(1e9)
+        self._step, self._waited = 0, 0.0
+
+    @property
+    def reducer_options(self) -> ReducerOptions:
+        return self._base.reducer
+
+    def begin(self, strategy: AutoDDP, trainer: Any) -> None:
+        """Find the candidates for a fit, and the first one."""
+        self.options = _candidates(self._base, strategy, trainer)
+        names = [*self.options]
+        agree({"candidates of auto_ddp": names}, strategy.root_device, strategy._timeout)
+        links = self._measure(strategy) if len(names) > 1 else {STOCK: 0.0}
+        first = STOCK if links[STOCK] < SHORT else min(links, key=links.__getitem__)
+        resumed = self.resumed if self.resumed in names else ""
+        self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
+        why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
+        self.reason = f"auto_ddp, by {why}: {self._link_text()}" if len(names) > 1 else f"auto_ddp, by {why}"
+
+    def start(self, done: int) -> None:
+        """Begin to measure, after `done` steps."""
+        self._step, self._waited, self.clock = done, 0.0, _Clock()
+
+    def _measure(self, strategy: AutoDDP) -> dict[str, float]:
+        """Measure the link; return the seconds on it of a step of each candidate."""
+        self._link = Link(*measure_link(ProcessGroupComm(None), strategy.root_device))
+        params = sum(param.numel() for param in strategy.lightning_module.parameters() if param.requires_grad)
+        work = Workload.even(params, 0.0, 0.0)
+        links = {}
+        for name, options in self.options.items():
+            method = DENSE
+            if options is not None:
+                what, method = options.choose(strategy.optimizers)[0], options.method
+                if what == "update":
+                    method = replace(options.for_updates(method, strategy.world_size)[0], update_rule=None)
+            links[name] = step(method, work, strategy.world_size, self._link, Costs()).seconds
+        return links
+
+    def _link_text(self) -> str:
+        return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
+
+    def is_due(self, strategy: AutoDDP, done: int) -> bool:
+        """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
+        if done == self._step or len(self.options) == 1:
+            return False
+        self._step = done
+        exposed = strategy.reducer.seconds["exposed"]
+        waited, self._waited = exposed - self._waited, exposed
+        return self.tuner.note(Numbers(self.clock.take(), max(0.0, waited)))
+
+    def decide(self, strategy: AutoDDP) -> str:
+        """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
+        strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
+        own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
+        rows = strategy.reducer.comm.all_gather_rows(own)
+        slowest = Numbers(*map(float, rows.max(0).values))
+        before, was_settled = self.tuner.current, self.tuner.is_settled
+        if self.tuner.decide(slowest):
+            self.tuner.restart(self._measure(strategy))
+            return (
+                f"auto_ddp: a step takes {1e3 * slowest.seconds:.3g} ms now, and {self._link_text()}: it tries again."
+            )
+        if self.tuner.current != before:
+            self._waited = 0.0
+        if self.tuner.is_settled and not was_settled:
+            self.reason = f"auto_ddp, by measured steps: {self.tuner.summary()}; {self._link_text()}"
+            return f"auto_ddp goes on with {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
+        return ""
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Measured milliseconds per step by candidate, and the link, for loggers."""
+        times = {f"auto_ddp/{name}_ms": 1e3 * numbers.seconds for name, numbers in self.tuner.times.items()}
+        return {**times, "auto_ddp/link_mbit": 8e-6 * self._link.bandwidth}
+
+
+def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[str, StrategyOptions | None]:
+    """Return the options of each candidate by name, stock all-reduce first."""
+    found: dict[str, StrategyOptions | None] = {STOCK: None}
+    optimizers, ranks = strategy.optimizers, strategy.world_size
+    if ranks == 1 or not optimizers or any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        return found
+    what = base.choose(optimizers)[0]
+    trained = TRAINED["adamw" if what == "update" else "sgd"]
+    # Entries that were clipped or scaled after the exchange would not belong to the residuals.
+    changes_gradients = bool(trainer.gradient_clip_val) or strategy.scaler is not None
+    if trained["topk"] >= ranks and (what == "update" or not changes_gradients):
+        found["topk"] = base
+    if what == "update" and ranks <= DELAYED and not any(_averages_weights(each) for each in trainer.callbacks):
+        found["topk, next step"] = replace(base, overlap="next_step")
+    for name in () if changes_gradients else ("int8", "int4"):
+        if trained[name] >= ranks:
+            found[name] = StrategyOptions(name, None, {}, base.reducer)
+    return found
+
+
+def _averages_weights(callback: Any) -> bool:
+    """Return whether a callback averages weights, which differ among ranks while an exchange is pending."""
+    return hasattr(callback, "should_update") or "Averaging" in type(callback).__name__
+
+
+def _add_once(param: torch.nn.Parameter, residual: torch.Tensor) -> None:
+    """Add a residual to the next gradient of a parameter."""
+
+    def add(grad: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return grad + residual.to(grad)
+
+    handle = param.register_hook(add)

@@ -1,0 +1,132 @@
+"""Chooses among candidates by measured times of steps. It only computes, and it is equal on all ranks.
+
+A step takes at least the compute time that measured steps show, and at least the time of its bytes on the link. A
+candidate is tried if this bound is below the fastest measured step. So a try takes little more than twice the time of
+that step, although the candidate's own work is unknown. After the tries the fastest candidate trains.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SETTLING, WINDOW = 3, 8
+"""Steps that are left out after a switch, and measured steps before a decision."""
+EVERY = 200
+"""Steps between two looks at the chosen candidate."""
+DRIFT = 0.2
+"""Relative change of the step's time, in two looks in a row, after which candidates are tried anew."""
+GAIN = 0.03
+"""Relative gain that is worth a try."""
+MARGIN = 0.01
+"""Relative gain for which stock all-reduce is given up: less is within the spread of measurements."""
+ERROR = 0.7
+"""Share of the estimated time on the link that a bound contains: the link was measured in a short time."""
+
+
+class Numbers(NamedTuple):
+    """Measurements of the slowest rank.
+
+    Attributes:
+        seconds: median duration of a step.
+        waiting: median part of it in which the rank waited for the exchange; 0 if this is unknown.
+    """
+
+    seconds: float
+    waiting: float
+
+
+class Tuner:
+    """The candidates, their measured times, and the present choice.
+
+    Args:
+        links: seconds on the link of a step of each candidate, by name. The first one is stock all-reduce, whose
+            waiting time is unknown.
+        current: the candidate that trains first.
+        settled: whether this is a choice of an earlier run, which needs no tries.
+
+    Attributes:
+        current: the candidate that trains.
+        is_settled: whether all promising candidates have been tried.
+        times: measured candidates.
+    """
+
+    def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
+        self.links, self.current, self.is_settled = dict(links), current, settled or len(links) == 1
+        self.times: dict[str, Numbers] = {}
+        self._stock = next(iter(links))
+        self._window: list[Numbers] = []
+        self._left = SETTLING
+        self._has_drifted = False
+
+    def note(self, numbers: Numbers) -> bool:
+        """Add this rank's numbers of a step; return whether all ranks compare their medians now."""
+        if self._left:
+            self._left -= 1
+        else:
+            self._window.append(numbers)
+        return len(self._window) == WINDOW and len(self.links) > 1
+
+    def medians(self) -> Numbers:
+        """Return this rank's medians of the measured steps."""
+        seconds, waiting = zip(*self._window, strict=True)
+        return Numbers(statistics.median(seconds), statistics.median(waiting))
+
+    def decide(self, slowest: Numbers) -> bool:
+        """Choose the candidate that trains next, by the slowest rank's medians.
+
+        Returns:
+            Whether the time of a step has drifted. Then the link is measured again, and `restart` called.
+        """
+        self._window.clear()
+        if self.is_settled:
+            return self._has_changed(slowest)
+        self.times[self.current] = slowest
+        self.current, self.is_settled = self._next()
+        self._left = EVERY if self.is_settled else SETTLING
+        return False
+
+    def restart(self, links: Mapping[str, float]) -> None:
+        """Try candidates anew, with new times on the link."""
+        self.links, self.times, self.is_settled = dict(links), {}, False
+        self._has_drifted, self._left = False, SETTLING
+
+    def _has_changed(self, slowest: Numbers) -> bool:
+        before = self.times.setdefault(self.current, slowest)  # not measured before a resume
+        drifts = abs(slowest.seconds / before.seconds - 1) > DRIFT
+        changed, self._has_drifted = drifts and self._has_drifted, drifts
+        self._left = 0 if drifts else EVERY
+        return changed
+
+    def _next(self) -> tuple[str, bool]:
+        """Return the candidate that trains next, and whether it is the final choice."""
+        fastest = min(self.times, key=lambda name: self.times[name].seconds)
+        best = self.times[fastest].seconds
+        untried = {name: self.bound(name) for name in self.links if name not in self.times}
+        promising = min(untried, key=untried.__getitem__, default=None)
+        if promising is not None and untried[promising] < (1 - GAIN) * best:
+            return promising, False
+        if self._stock in self.times and self.times[self._stock].seconds < best * (1 + MARGIN):
+            return self._stock, True
+        return fastest, True
+
+    def bound(self, name: str) -> float:
+        """Return the least time of a step of a candidate that has not been tried."""
+        return max(self._compute, ERROR * self.links[name])
+
+    @property
+    def _compute(self) -> float:
+        """The least compute time of a step that the measurements show."""
+        found = 0.0
+        for name, (seconds, waiting) in self.times.items():
+            waited = self.links[name] if name == self._stock else waiting
+            found = max(found, seconds - waited)
+        return found
+
+    def summary(self) -> str:
+        """Return the measured times, and the bounds of the candidates that were not tried, as a text."""
+        tried = [f"{name} {1e3 * numbers.seconds:.3g} ms a step" for name, numbers in self.times.items()]
+        bounds = [f"{name} at least {1e3 * self.bound(name):.3g}" for name in self.links if name not in self.times]
+        text = ", ".join(tried) or "nothing measured yet"
+        return f"{text}; not tried: {', '.join(bounds)}" if bounds else text

@@ -1,0 +1,324 @@
+"""`auto_ddp` beside stock `ddp`: switches lose nothing, ranks stay equal, and the choice is resumed."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse import AutoDDPStrategy, RankFailure, attach_updates
+from lightning_sparse.callbacks import CommunicationMonitor
+from lightning_sparse.hooks.update_exchange import exchange_of
+from lightning_sparse.strategies.auto import KEY
+from lightning_sparse.strategies.tuner import Numbers, Tuner
+from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+from tests.processes import run_ranks
+from tests.support.tiers import full, tiers
+
+STEPS = 24
+
+
+class Planned(Tuner):
+    """Trains each candidate of a plan for six steps, whatever they take."""
+
+    plan: Sequence[str] = ()
+
+    def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
+        super().__init__(links, current if settled else self.plan[0], settled=settled)
+        self.steps = 0
+
+    def note(self, numbers: Numbers) -> bool:
+        assert numbers.seconds > 0
+        self.steps += 1
+        self._window = [numbers]
+        return self.steps % 6 == 0 and not self.is_settled
+
+    def decide(self, slowest: Numbers) -> bool:
+        self.times[self.current] = slowest
+        self.current = self.plan[min(self.steps // 6, len(self.plan) - 1)]
+        self.is_settled = self.steps // 6 >= len(self.plan) - 1
+        return False
+
+
+class Watch(pl.Callback):
+    """Records the weights, the candidate and the bytes after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.names: list[str] = []
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.weights.append(module.weights)
+        if isinstance(trainer.strategy, AutoDDPStrategy):
+            self.names.append(trainer.strategy.choice)
+            self.sent.append(trainer.strategy.reducer.comm.sent_bytes)
+
+
+def auto(plan: Sequence[str], monkeypatch: Any = None, **options: Any) -> AutoDDPStrategy:
+    from lightning_sparse.strategies import auto as module
+
+    Planned.plan = plan
+    module.Tuner = Planned if plan else Tuner  # type: ignore[misc]
+    return AutoDDPStrategy(process_group_backend="gloo", **options)
+
+
+class Linear(Net):
+    """Its loss is linear in the weights, so gradients do not depend on them."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        inputs = nn.functional.one_hot(batch[0], 16).float().sum(0)
+        parts = (param.sum() * 0.01 for param in self.parameters())
+        return sum(parts) + (self.embedding.weight.T * inputs).mean() * float(1 + self.trainer.global_rank)
+
+
+def fit(net: Any, strategy: Any, rank: int, **options: Any) -> Watch:
+    watch = Watch()
+    options = {"max_steps": STEPS, "max_epochs": -1, **options}
+    ours, path = [watch, *options.pop("callbacks", [])], options.pop("ckpt_path", None)
+    trainer(strategy, 2, callbacks=ours, **options).fit(net, Loader(rank, 2), ckpt_path=path)
+    return watch
+
+
+def stock_only(rank: int) -> list[Any]:
+    found = []
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        ours, theirs = fit(Net(kind, lr=0.01), auto(["ddp"]), rank), fit(Net(kind, lr=0.01), "ddp", rank)
+        found.append(all(map(torch.equal, ours.weights, theirs.weights)))
+        found.append(ours.sent[-1] - ours.sent[-2])
+    return found
+
+
+def test_stock_all_reduce_is_that_of_ddp():
+    numel = Net().weights.numel()
+    assert lightning_ranks(2, stock_only) == [[True, 4 * numel] * 2] * 2
+
+
+def switched(rank: int, optimizer: str, plan: list[str]) -> Any:
+    options = {"lr": 0.01} if optimizer == "SGD" else {"lr": 0.01, "weight_decay": 0.0}
+    kind = getattr(torch.optim, optimizer)
+    watch = fit(Linear(kind, **options), auto(plan), rank)
+    stock = fit(Linear(kind, **options), "ddp", rank)
+    return watch.names, watch.weights, stock.weights, watch.sent
+
+
+@pytest.mark.parametrize(
+    "plan", tiers([["topk", "int8", "ddp"], ["ddp", "topk", "int4", "ddp"]], [["topk", "int8", "ddp"]])
+)
+def test_no_gradient_is_lost_in_switches(plan):
+    """The gradients do not depend on the weights, so SGD's last weights are those of ddp, but for rounding.
+
+    Weights of at most 4 and 24 additions round by 24 · 4 · 2⁻²⁴ at most.
+    """
+    (names, first, stock, sent), (_, second, _, _) = lightning_ranks(2, switched, "SGD", plan)
+    assert [*dict.fromkeys(names)] == [*dict.fromkeys(plan)]
+    assert all(map(torch.equal, first, second))
+    torch.testing.assert_close(first[-1], stock[-1], rtol=0, atol=24 * 4 * 2**-24)
+    last = 6 * plan.index("topk") + 5
+    assert not torch.allclose(first[last], stock[last], rtol=0, atol=1e-4)  # residuals wait
+    assert sent == sorted(sent)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    tiers(
+        [
+            ["topk", "topk, next step", "ddp", "topk"],
+            ["ddp", "topk, next step", "int4", "topk"],
+            ["int8", "topk", "ddp"],
+        ],
+        [["topk", "topk, next step", "ddp", "topk"]],
+    ),
+)
+def test_ranks_are_equal_after_switches_between_updates_and_gradients(plan):
+    (names, first, _, _), (_, second, _, _) = lightning_ranks(2, switched, "AdamW", plan)
+    assert names == [name for name in plan for _ in range(6)][: len(names)] + [plan[-1]] * (STEPS - 6 * len(plan))
+    for name, one, other in zip(names, first, second, strict=True):
+        assert torch.equal(one, other) or "next" in name
+    assert all(map(torch.isfinite, map(torch.sum, first)))
+
+
+def settled(rank: int) -> list[bool]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    reducer = attach_updates(net, optimizer, "topk", density=0.02, density_warmup=())
+    torch.manual_seed(rank)
+    for _ in range(5):
+        optimizer.zero_grad()
+        net(torch.randn(4, 20)).pow(2).sum().backward()
+        optimizer.step()
+    names = [name for name, _ in net.named_parameters()]
+    residuals = reducer.state_dict()["elements"]["residual"]
+    before = [param.detach().clone() for param in net.parameters()]
+    moments = [optimizer.state[param]["exp_avg"].clone() for param in net.parameters()]
+    exchange_of(optimizer).settle()
+    everything: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(everything, ([residuals[name] for name in names], moments))
+    found = []
+    for i, param in enumerate(net.parameters()):
+        (ours, theirs), (own, other) = ([one[k][i] for one in everything] for k in (0, 1))
+        found.append(bool((ours != theirs).any()))
+        found.append(torch.equal(param.detach(), before[i] - (ours + theirs) / 2))
+        found.append(torch.equal(optimizer.state[param]["exp_avg"], (own + other) / 2))
+    found.append(not any(x.any() for x in reducer.state_dict()["elements"]["residual"].values()))
+    return found
+
+
+def test_settling_applies_the_mean_of_residuals_and_of_moments():
+    assert run_ranks(2, settled) == [[True] * 13] * 2
+
+
+def resumed(rank: int, folder: Any, name: str) -> Any:
+    saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=STEPS)
+    kind = torch.optim.AdamW
+    fit(Net(kind, lr=0.01), auto(["ddp", name]), rank, callbacks=[saves])
+    whole = fit(Net(kind, lr=0.01), auto(["ddp", name]), rank, max_steps=2 * STEPS)
+    said: list[str] = []
+    strategy = auto(["ddp", name])
+    strategy.inform = said.append  # type: ignore[method-assign]
+    path = f"{folder}/last.ckpt"
+    rest = fit(Net(kind, lr=0.01), strategy, rank, max_steps=2 * STEPS, ckpt_path=path)
+    saved = torch.load(path, weights_only=True)[KEY]
+    return saved, [*dict.fromkeys(rest.names)], torch.equal(whole.weights[-1], rest.weights[-1]), said
+
+
+@pytest.mark.parametrize("name", ["topk", "ddp"])
+def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
+    for rank, (saved, names, equal, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
+        assert (saved, names, equal) == (name, [name], True)
+        assert rank or "by the checkpoint" in said[0]
+
+
+def refused(rank: int) -> list[str]:
+    found = []
+    for options in ({"density": 0.1}, {"method": "topk"}, {"clip_norm": 1.0}, {"on_nonfinite": "skip"}):
+        with pytest.raises(ValueError, match="chooses the exchange itself") as error:
+            AutoDDPStrategy(**options)
+        found.append(str(error.value).split(":")[0])
+    return found
+
+
+def test_options_of_a_method_are_an_error():
+    assert refused(0)[0] == "AutoDDPStrategy(density=0.1)"
+
+
+def only_candidates(rank: int, kind: str, size: int) -> list[str]:
+    strategy = AutoDDPStrategy(process_group_backend="gloo")
+    net = Net(getattr(torch.optim, kind), lr=0.01)
+    trainer(strategy, size, max_steps=2).fit(net, Loader(rank, size))
+    return [*strategy._auto.options]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "names"),
+    [
+        ("AdamW", 1, ["ddp"]),
+        ("LBFGS", 2, ["ddp"]),
+        ("AdamW", 2, ["ddp", "topk", "topk, next step", "int8", "int4"]),
+        ("Rprop", 2, ["ddp", "topk", "int8", "int4"]),
+        *tiers([("SGD", 3, ["ddp"]), ("AdamW", 5, ["ddp", "topk"])], []),
+    ],
+)
+def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, names):
+    assert lightning_ranks(size, only_candidates, kind, size) == [names] * size
+
+
+def differs(rank: int) -> tuple[str, str]:
+    kind = torch.optim.SGD if rank else torch.optim.AdamW
+    try:
+        fit(Net(kind, lr=0.01), AutoDDPStrategy(process_group_backend="gloo"), rank)
+    except RankFailure as failure:
+        return type(failure).__name__, str(failure)
+    return "", ""
+
+
+def test_ranks_with_other_candidates():
+    for kind, text in lightning_ranks(2, differs):
+        assert kind == "RankFailure"
+        assert "Ranks differ in candidates of auto_ddp: rank 0 has topk, next step, rank 1 has int8" in text
+
+
+class Failing(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 9 and trainer.global_rank == 1:
+            raise ArithmeticError("the abacus is missing a bead")
+
+
+def fails(rank: int, name: str) -> str:
+    try:
+        fit(Net(torch.optim.AdamW, lr=0.01), auto(["ddp", name]), rank, callbacks=[Failing()])
+    except Exception as error:
+        # Rank 1 leaves, as its process would end; then rank 0's all-reduce breaks off.
+        if rank == 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", tiers(["ddp", "topk"], ["ddp"]))
+def test_a_rank_that_fails_is_named_on_the_others(name):
+    first, second = lightning_ranks(2, fails, name)
+    assert second == "ArithmeticError: the abacus is missing a bead"
+    assert "the abacus is missing a bead" in first
+
+
+class Logged(pl.loggers.logger.DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None, **_: Any) -> None:
+        self.seen.append(dict(metrics))
+
+
+def monitored(rank: int) -> Any:
+    logger = Logged()
+    fit(
+        Net(torch.optim.AdamW, lr=0.01),
+        auto(["ddp", "topk", "ddp"]),
+        rank,
+        callbacks=[CommunicationMonitor()],
+        logger=[logger],
+        log_every_n_steps=1,
+    )
+    totals = [seen["communication/bytes_total"] for seen in logger.seen if "communication/bytes_total" in seen]
+    return totals, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
+
+
+def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
+    (totals, choices), _ = lightning_ranks(2, monitored)
+    assert totals == sorted(totals)
+    assert len(totals) > 4
+    assert {"auto_ddp/ddp_ms", "auto_ddp/topk_ms", "auto_ddp/link_mbit"} <= {*choices[-1]}
+
+
+def measured(rank: int) -> Any:
+    said: list[str] = []
+    strategy = auto([])
+    strategy.inform = said.append  # type: ignore[method-assign]
+    watch = fit(Net(torch.optim.AdamW, lr=0.01), strategy, rank, max_steps=100)
+    return watch.names, [*map(float, watch.weights[-1].sum()[None])], said, [*strategy._auto.tuner.times]
+
+
+def test_over_loopback_all_ranks_decide_alike_within_a_hundred_steps():
+    (names, weights, said, times), other = lightning_ranks(2, measured)
+    assert (names, weights, times) == (other[0], other[1], other[3])
+    assert names[0] == "ddp"
+    assert len(said) == 2, said
+    assert "Chosen by auto_ddp, by the link: the link carries" in said[0]
+    assert f" {names[-1]} " in said[1] or "by measured steps" in said[1]
+
+
+@full
+def test_the_name_is_registered_for_both_of_lightnings_names():
+    import lightning.pytorch
+
+    for module in (pl, lightning.pytorch):
+        strategy = module.Trainer(strategy="auto_ddp", accelerator="cpu", devices=2, logger=False).strategy
+        assert type(strategy).__name__ == "AutoDDPStrategy"
+        assert strategy._namespace == module.__name__
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)

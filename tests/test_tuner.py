@@ -1,0 +1,110 @@
+"""The choice among candidates, on simulated times."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from lightning_sparse import simulate
+from lightning_sparse.comm.link import measure_link
+from lightning_sparse.strategies.tuner import EVERY, SETTLING, WINDOW, Numbers, Tuner
+
+NAMES = ["ddp", "topk", "topk, next step", "int8", "int4"]
+
+
+class Machine:
+    """A machine on which each candidate computes, works, and sends; part of its work and sending is hidden."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.compute = 10 ** rng.uniform(-3, 0)
+        self.links = {name: 10 ** rng.uniform(-4, 1) for name in NAMES}
+        self.hidden = {name: rng.uniform(0, 1) for name in NAMES}
+        self.own = {name: self.compute * rng.uniform(0, 1) * (name != "ddp") for name in NAMES}
+        self.slower = 1.0
+
+    def numbers(self, name: str) -> Numbers:
+        busy = self.own[name] + self.links[name]
+        waiting = max(busy - self.hidden[name] * self.compute, 0.0)
+        return Numbers(self.slower * (self.compute + waiting), 0.0 if name == "ddp" else self.slower * waiting)
+
+
+def run(tuner: Tuner, machine: Machine, steps: int) -> list[str]:
+    """Let a tuner choose; return the candidate of each step."""
+    trained = []
+    for _ in range(steps):
+        trained.append(tuner.current)
+        if tuner.note(machine.numbers(tuner.current)) and tuner.decide(tuner.medians()):
+            tuner.restart(machine.links)
+    return trained
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_within_a_hundred_steps_the_fastest_candidate_trains_and_tries_are_cheap(seed):
+    machine = Machine(random.Random(seed))
+    first = min(NAMES, key=machine.links.__getitem__)
+    tuner = Tuner(machine.links, first)
+    trained = run(tuner, machine, 100)
+    best = min(machine.numbers(name).seconds for name in NAMES)
+    assert machine.numbers(trained[-1]).seconds <= 1.0301 * best
+    assert machine.numbers(trained[-1]).seconds <= 1.0101 * machine.numbers("ddp").seconds
+    fastest = machine.numbers(first).seconds
+    for before, name in itertools.pairwise(trained):
+        if name != before:
+            # At most compute, own work and the link: each is at most the fastest step so far, the link 1/0.7 of it.
+            assert machine.numbers(name).seconds <= (2 + 1 / 0.7) * fastest
+        fastest = min(fastest, machine.numbers(name).seconds)
+
+
+def test_by_hand():
+    """On a slow link TopK trains first. Stock all-reduce takes two seconds on the link, and is never tried."""
+    tuner = Tuner({"ddp": 2.0, "topk": 0.002, "int8": 0.5}, "topk")
+    slow = Numbers(0.11, 0.01)
+    for step in range(SETTLING + WINDOW):
+        assert tuner.note(slow) is (step == SETTLING + WINDOW - 1)
+    assert tuner.medians() == slow
+    assert not tuner.decide(slow)
+    assert (tuner.current, tuner.is_settled) == ("topk", True)
+    assert tuner.summary() == "topk 110 ms a step; not tried: ddp at least 1.4e+03, int8 at least 350"
+
+
+def test_stock_is_kept_if_another_candidate_gains_less_than_the_spread():
+    tuner = Tuner({"ddp": 0.05, "topk": 0.001}, "ddp")
+    for seconds in (0.1, 0.0995):
+        assert not tuner.decide(Numbers(seconds, 0.0))
+    assert (tuner.current, tuner.is_settled) == ("ddp", True)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 1.5])
+def test_candidates_are_tried_again_when_steps_take_another_time(factor):
+    machine = Machine(random.Random(1))
+    tuner = Tuner(machine.links, "ddp")
+    before = run(tuner, machine, 2 * (EVERY + WINDOW))[-1]
+    machine.slower = factor
+    restarts = []
+    tuner.restart = lambda links: restarts.append(links)  # type: ignore[method-assign]
+    assert {*run(tuner, machine, EVERY + 3 * WINDOW)} == {before}
+    assert bool(restarts) == (abs(factor - 1) > 0.2)
+
+
+def test_one_slow_window_changes_nothing():
+    tuner = Tuner({"ddp": 1.0, "topk": 0.1}, "topk", settled=True)
+    assert not tuner.decide(Numbers(1.0, 0.0))  # the first look after a resume
+    assert not tuner.decide(Numbers(2.0, 0.0))
+    assert not tuner.decide(Numbers(1.0, 0.0))
+    assert not tuner.decide(Numbers(2.0, 0.0))
+    assert tuner.decide(Numbers(2.0, 0.0))
+
+
+def test_a_single_candidate_is_never_compared():
+    tuner = Tuner({"ddp": 1.0}, "ddp")
+    assert not any(tuner.note(Numbers(1.0, 0.0)) for _ in range(1000))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_measure_the_same_link(size):
+    found = simulate(size, lambda comm: measure_link(comm, torch.device("cpu")))
+    assert len({*found}) == 1
+    bandwidth, latency = found[0]
+    assert bandwidth > 1e5
+    assert 0 < latency < 1
