@@ -574,6 +574,26 @@ def frontier_seconds() -> str:
 FORMATS = ["float32", "int4", "int2"]
 
 
+def sharded() -> str:
+    """Final losses of replicas and shards, and bytes to other replicas."""
+    found, rows = read("sharded"), []
+    for name, runs in found[found.step == found.steps].groupby("contestant", sort=False):
+        first = runs.iloc[0]
+        sent = runs.sent_bytes_per_rank.mean() / first.steps
+        shape = f"{first.replicas} × {first.shards}"
+        rows.append([shape, str(name), mean_and_range(list(runs.val_loss), 3), f"{len(runs)}", f"{sent:,.0f}"])
+    return table(["replicas × shards", "", "loss after 1,000 steps", "seeds", "bytes per step and rank"], rows)
+
+
+def sharded_memory() -> str:
+    """Peak memory of a rank."""
+    rows = [
+        [each.contestant, f"{each.parameters / 1e6:.1f} million", f"{each.peak_mb:,.0f} MB"]
+        for _, each in read("sharded_memory").iterrows()
+    ]
+    return table(["two replicas of two shards", "parameters", "peak memory of a rank"], rows)
+
+
 def gpu_paced() -> str:
     """Seconds to a loss at a GPU's pace: steps of the GPT's trainings, times those of GPT-2 small's shapes."""
     # Name in trainings, name over links, steps between exchanges.
@@ -1182,6 +1202,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "front": partial(defaults, ("ddp", "topk by default")),
     "front-seconds": front_seconds,
     "frontier": frontier,
+    "sharded": sharded,
+    "sharded-memory": sharded_memory,
     "frontier-seconds": frontier_seconds,
     "gpu-paced": gpu_paced,
     "network": network,

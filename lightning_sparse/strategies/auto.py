@@ -150,8 +150,12 @@ class AutoDDP:
         self._begin_fit(trainer, training, "")
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
-        if self._auto.tuner.is_settled or not self._auto.tuner.times:  # no try of some steps
+        if self._auto.tuner.times and not self._auto.tuner.is_settled:
+            return  # a try of some steps
+        if not isinstance(training, StockTraining):
             super()._began(training, self._auto.reason, loggers)
+        elif self.global_rank == 0:
+            self.inform(f"Stock all-reduce on {self.world_size} ranks. Chosen by {self._auto.reason}.")
 
     def on_train_start(self) -> None:
         super().on_train_start()
