@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_pending, method
 from lightning_sparse.compressors import TopK
@@ -164,6 +166,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied weights": {},
     "gradient scaler": {},
     "closure": {},
+    "compile": {},
+    "activation checkpointing": {},
 }
 
 
@@ -176,6 +180,11 @@ def with_option(option: str, *, sharded: bool) -> tuple[dict[str, Tensor], Reduc
         fully_shard(model, mesh=mesh["shard"])
     elif sharded:
         shard(model, mesh["shard"])
+    for layer in model.children() if option in ("compile", "activation checkpointing") else ():
+        if option == "compile":
+            layer.compile(backend="aot_eager")
+        else:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
     trained = [param for param in model.parameters() if param.requires_grad]
     parts = [trained[:2], trained[2:]] if option == "two optimizers" else [trained]
     optimizers = [torch.optim.AdamW(part, 0.01) for part in parts]
@@ -225,7 +234,8 @@ def test_options_have_the_same_effect_on_shards_as_on_whole_models(options):
         for option, (error, changed, same_step) in found.items():
             assert error < 8e-6, option  # as above
             assert same_step, option
-            assert changed is (option not in ("density warm-up", "two optimizers", "closure")), option
+            same = "density warm-up", "two optimizers", "closure", "compile", "activation checkpointing"
+            assert changed is (option not in same), option
 
 
 def in_low_precision(rank: int) -> list[Any]:
