@@ -26,8 +26,21 @@ test-all: test
 test-exhaustive: .venv/installed
 	$(PYTEST)
 
-demo: .venv/installed
-	$(BIN)/python examples/demo.py
+# With .venv or your Python, if one of them has PyTorch and Lightning. Otherwise in an environment with them and nothing else.
+demo:
+	@for python in $(BIN)/python $(PYTHON); do \
+		if $$python -c "import lightning_sparse, pytorch_lightning, tensorboard" 2> /dev/null; then \
+			exec $$python examples/demo.py; \
+		fi; \
+	done; \
+	$(MAKE) --no-print-directory .venv-demo/installed && exec .venv-demo/bin/python examples/demo.py
+
+.venv-demo/installed: setup.cfg setup.py
+	@echo "$(PYTHON) lacks PyTorch or Lightning, so both are installed into .venv-demo, and nothing else."
+	@echo "On Linux, pip downloads PyTorch with CUDA's libraries: gigabytes, and minutes. To avoid it: make demo PYTHON=a Python that has both."
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/pip install --disable-pip-version-check --constraint requirements/ci.txt --editable .
+	touch $@
 
 docs: .venv/installed
 	$(BIN)/python docs/render.py && $(BIN)/python -m mkdocs build --strict
@@ -60,8 +73,9 @@ format: .venv/installed
 
 .venv/installed: setup.cfg setup.py pyproject.toml requirements/ci.txt $(wildcard lightning_sparse/kernels/cpu/* lightning_sparse/contrib/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with --group
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/ci.txt --editable '.[cli,cuda,examples]' --group dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients
+	rm -rf .venv .venv-clients .venv-demo

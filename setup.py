@@ -1,7 +1,8 @@
-"""What setup.cfg cannot say: loops in C for the CPU, without which the package works, too.
+"""The parts of the package's metadata that setup.cfg cannot contain: loops in C for the CPU, and the description.
 
-They are a library for ctypes and know nothing of Python. So one wheel serves all versions of Python, on all systems
-with the same processor and a glibc that is not older. Without a compiler the wheel is one for every system.
+The loops are a library for ctypes and do not use Python. So one wheel serves all versions of Python, on all systems
+with the same processor and a glibc that is not older. Without a compiler, the wheel serves every system, and the
+package uses plain torch.
 """
 
 import os
@@ -15,6 +16,12 @@ from setuptools.command.build_ext import build_ext
 FOLDERS = [Path("lightning_sparse", *parts, "kernels", "cpu") for parts in ((), ("contrib",))]
 LIBRARY = "lightning_sparse.kernels._cpu"
 OLDEST_GLIBC = 17  # 2.17, the oldest that pip of Python 3.10 looks for
+
+
+def description() -> str:
+    """Return README for a package index, where relative links lead nowhere: links and pictures become their text."""
+    text = re.sub(r"<!--.*?-->\n", "", Path("README.md").read_text(encoding="utf-8"))
+    return re.sub(r"!?\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 class BuildLibrary(build_ext):
@@ -39,6 +46,7 @@ class BuildWheel(bdist_wheel):
 
 
 setup(
+    long_description=description(),
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel},
     ext_modules=[
         Extension(

@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-HOME = "index.md"
+HOME, TUTORIAL = "index.md", "examples/tutorial.ipynb"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -18,6 +18,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, HOME, content=(ROOT / "README.md").read_text()))
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         files.append(File.generated(config, name, content=(ROOT / name).read_text()))
+    files.append(File.generated(config, TUTORIAL, abs_src_path=str(ROOT / TUTORIAL)))
     for path in sorted(ROOT.glob("benchmarks/results/*.[pc][ns][gv]")):  # png and csv
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files

@@ -11,6 +11,7 @@ to make it. So no number of a table is typed. A figure is drawn by its benchmark
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import re
 import sys
@@ -1172,6 +1173,29 @@ def layer_wise() -> str:
     return table(["", "published", "points of accuracy here", "loss here, layer / model"], rows)
 
 
+def private() -> str:
+    """Private names of torch and Lightning, from the functions of `_compat.py` that use them."""
+    rows = []
+    tree = ast.parse((ROOT / "lightning_sparse" / "_compat.py").read_text())
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        doc = ast.get_docstring(function) or ""
+        names = {}  # in the order of the text
+        for node in ast.walk(function):
+            texts = [getattr(node, key, None) for key in ("attr", "value", "module")]
+            found = [re.search(r"(?<!\w)_[a-zA-Z]\w+$", text) for text in texts if isinstance(text, str)]
+            names |= dict.fromkeys(name[0] for name in found if name)
+        library = re.search(r"private in (torch|Lightning) ([\d.]+\d)\D+ ([\d.]+\d)", doc, re.IGNORECASE)
+        names.pop("_getframe", None)  # Python's
+        if names and not library:
+            raise ValueError(f"_compat.{function.name} uses {[*names]}: state 'Private in torch 2.8 to 2.15', or so.")
+        if library:
+            purpose = re.sub(r" Private in .*", "", doc.partition("\n")[0])
+            where = "PyTorch" if library[1] == "torch" else "Lightning"
+            listed = ", ".join(f"`{name}`" for name in names) or "–"
+            rows.append([where, listed, purpose, f"{library[2]} to {library[3]}"])
+    return table(["of", "names", "purpose", "tested"], sorted(rows, key=lambda row: row[0] != "PyTorch"))
+
+
 DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants)
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
@@ -1223,6 +1247,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods,
     "traits": traits,
     "costs": costs,
+    "private": private,
     "robust": robust,
     "memsgd": memsgd_errors,
     "memsgd-speed-up": memsgd_speed_up,

@@ -174,7 +174,10 @@ def gradient_hooks(param: Tensor) -> list[Callable[..., Any]]:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer calls hooks. An object that only resembles an optimizer does not."""
+    """Return whether an optimizer calls hooks. An object that only resembles an optimizer does not.
+
+    Private in torch 2.8 to 2.15.
+    """
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
@@ -185,7 +188,7 @@ def in_ddp_forward() -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return a number that increases whenever a tensor is changed in place."""
+    """Return a number that increases whenever a tensor is changed in place. Private in torch 2.8 to 2.15."""
     number: int = tensor._version
     return number
 
@@ -292,7 +295,10 @@ def receive_sigterm(trainer: Any) -> None:
 
 
 def sigterm_exception(trainer: Any) -> type[SystemExit]:
-    """Return the exception with which Lightning ends training on SIGTERM. Its module is private in 2.5 and 2.6."""
+    """Return the exception with which Lightning ends training on SIGTERM.
+
+    Its module is private in Lightning 2.5 and 2.6.
+    """
     loop = type(trainer.fit_loop.epoch_loop)
     module = next(sys.modules[base.__module__] for base in loop.__mro__ if base.__name__ == "_TrainingEpochLoop")
     exception: type[SystemExit] = module.SIGTERMException  # type: ignore[attr-defined]

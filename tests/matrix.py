@@ -9,7 +9,6 @@ the row uses the current Python, and the table shows its version.
 
 from __future__ import annotations
 
-import configparser
 import csv
 import re
 import shutil
@@ -50,11 +49,9 @@ print(torch.__version__, of("pytorch-lightning"), platform.python_version(), tri
 
 
 def lower_bounds() -> list[str]:
-    """Return a constraint for each requirement of setup.cfg: exactly the oldest version that it allows."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    lines = [config["options"]["install_requires"], *config["options.extras_require"].values()]
-    named = re.finditer(r"^([\w-]+)(?:\[.*\])?>=([\d.]+)", "\n".join(lines), re.MULTILINE)
+    """Return a constraint for each requirement of the package and of the tests: the oldest version that it allows."""
+    lines = (ROOT / "setup.cfg").read_text() + (ROOT / "pyproject.toml").read_text()
+    named = re.finditer(r'^ +"?([\w-]+)(?:\[.*\])?>=([\d.]+)', lines, re.MULTILINE)
     tools = (
         "ruff",
         "mypy",
@@ -80,7 +77,8 @@ def tested(row: str) -> dict[str, object]:
         limits = Path(folder, "constraints.txt")
         limits.write_text("\n".join(lower_bounds() if constraints is None else constraints))
         pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--constraint", str(limits)]
-        subprocess.run([*pip, "--editable", ".[dev]"], cwd=ROOT, check=True)
+        subprocess.run([*pip[:-2], "--upgrade", "pip>=25.1"], check=True)  # the first with --group
+        subprocess.run([*pip, "--editable", ".[cli,cuda,examples]", "--group", "dev"], cwd=ROOT, check=True)
         said = subprocess.run([python, "-c", VERSIONS], cwd=folder, check=True, capture_output=True, text=True).stdout
         torch, lightning, own, triton = said.strip().split(",")
         # Old versions of other packages use features that their dependencies have deprecated since.

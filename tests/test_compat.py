@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -547,6 +548,6 @@ def test_without_a_version_of_lightning_that_works_it_is_not_imported(tmp_path):
 
 
 def test_the_versions_of_lightning_are_those_of_the_requirements():
-    lines = (PACKAGE.parent / "setup.cfg").read_text().splitlines()
-    required = [line[line.index(">") :] for line in lines if "lightning>=" in line]
+    text = "".join((PACKAGE.parent / file).read_text() for file in ("setup.cfg", "pyproject.toml"))
+    required = re.findall(r"lightning(>=[\d.,!=]*\d)", text)
     assert [*map(SpecifierSet, required)] == [SpecifierSet(str(SUPPORTED))] * 2

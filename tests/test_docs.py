@@ -160,6 +160,7 @@ def test_the_site_builds_and_no_link_in_it_is_dead(tmp_path):
         check=False,
     )
     assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site/search/search_index.js").exists()  # without it, search needs a server
     for page in (tmp_path / "site").rglob("*.html"):
         fetched = re.findall(r"<(?:script|img|link)[^>]* (?:src|href)=\"(https?:[^\"]+)", page.read_text())
         assert not fetched, f"{page.name} needs the network: {fetched}"

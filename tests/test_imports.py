@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -85,6 +86,7 @@ ALLOWED = {
 # Folders of the repository that are not installed, and those of them that each may import.
 OUTSIDE = {"examples": {"benchmarks"}, "benchmarks": {"examples"}, "reproductions": {"benchmarks", "examples"}}
 LIGHTNING = {"strategies", "callbacks", "cli", "contrib"}
+NAMESPACES = ("lightning_pytorch", "pytorch_lightning")
 DISTRIBUTED = {"_compat", "comm", "hooks", "replica_checkpoint", "shards", "strategies"}
 
 
@@ -139,6 +141,19 @@ def test_rows_of_contrib_do_not_import_the_table_that_they_join():
     assert reached.isdisjoint(
         {"lightning_sparse.methods", *(name for name in of if part(of[name]) in LIGHTNING - {"contrib"})}
     )
+
+
+def test_importing_the_package_imports_no_third_party_but_torch_lightning_and_their_requirements():
+    """Histograms, the cost model and the command line need more, and import it when they are used."""
+    of = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    seen, left = set(), {"lightning_sparse", *(f"lightning_sparse.strategies.{name}" for name in NAMESPACES)}
+    while left:
+        seen.add(name := left.pop())
+        found = {name.rpartition(".")[0], *(imports(of[name], top_level=True) if name in of else ())}
+        left |= {other for other in found if other} - seen
+    theirs = {name.split(".")[0] for name in seen} - sys.stdlib_module_names - {"lightning_sparse"}
+    lightning = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+    assert theirs == {"torch", "numpy", "fsspec", "packaging", *lightning}
 
 
 @pytest.mark.parametrize("folder", OUTSIDE)

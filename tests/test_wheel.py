@@ -1,6 +1,8 @@
 """The wheel declares its requirements: processor and glibc if it contains the C kernels, otherwise none."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +50,13 @@ def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
     assert libraries == ["_cpu.so"] * compiler
     (metadata,) = (tmp_path / "site").glob("*.dist-info/WHEEL")
     assert f"Root-Is-Purelib: {str(not compiler).lower()}\nTag: {tag}\n" in metadata.read_text()
+    about = email.message_from_string(metadata.with_name("METADATA").read_text())
+    assert all(about[name] for name in ("Author", "Keywords", "License-File", "Requires-Python", "Summary"))
+    assert (about["License-Expression"] or about["License"]) == "Apache-2.0"
+    assert "Typing :: Typed" in about.get_all("Classifier")
+    assert about.get_all("Provides-Extra") == ["cli", "cuda", "examples"]
+    assert "# lightning_sparse" in about.get_payload()
+    assert not re.findall(r"\]\((?!https?:).*\)|<!--", about.get_payload())  # they lead nowhere on a package index
 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits."""
+"""Scikit-learn's handwritten digits. Programs without them do not need scikit-learn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +21,8 @@ class Split(NamedTuple):
 
 def digits(seed: int | None = 0) -> tuple[Split, Split]:
     """Return 1,500 handwritten digits for training and 297 for testing, shuffled unless the seed is None."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
     if seed is not None:
@@ -51,6 +51,9 @@ class Digits(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Split the digits, and standardise both parts with the training part's mean and standard deviation."""
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import StratifiedKFold
+
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
         labels = torch.tensor(digits.target)
