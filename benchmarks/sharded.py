@@ -12,7 +12,7 @@ for one rank, to other replicas. With dense HSDP a ring all-reduce of its shards
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -30,6 +30,8 @@ from benchmarks.harness.training import Data, Trainee, save_times, take_turns, t
 from benchmarks.language import LENGTH, VAL_SEQUENCES
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm, attach_updates
+from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.methods import resolve_updates
 
 STEPS, EVERY, SEQUENCES = 1000, 50, 32
 RATE = 0.002  # of four workers with 8 sequences, as of two workers with 16
@@ -39,9 +41,10 @@ SHAPES = {  # replicas, and ranks that shard each of them
     "TopUp between replicas of one rank": (4, 1),
     "TopUp, two ranks with whole models": (2, 0),
     "TopUp, four ranks with whole models": (4, 0),
+    "TopUp, hierarchical": (4, 0),  # two nodes of two ranks, which average their updates densely
 }
 CURVES = list(SHAPES)[:4]
-TIMED = ["dense HSDP", "TopUp between replicas", "TopUp, four ranks with whole models"]
+TIMED = ["dense HSDP", "TopUp between replicas", "TopUp, four ranks with whole models", "TopUp, hierarchical"]
 
 
 class Run(NamedTuple):
@@ -63,7 +66,14 @@ def wrapped(contestant: str, model: GPT, make: Any) -> tuple[Wrapped, torch.opti
     replicas, shards = SHAPES[contestant]
     if not shards:
         optimizer = make(model.parameters())
-        return Wrapped(model, reducer=attach_updates(model, optimizer, "topk")), optimizer
+        method, options = resolve_updates("topk", None, ranks=2 if "hierarchical" in contestant else replicas)
+        if "hierarchical" in contestant:
+            method = replace(method, aggregator=TwoLevel(method.aggregator, 2))
+        warmup: dict[str, Any] = {
+            "density_warmup": options.density_warmup,
+            "density_warmup_steps": options.density_warmup_steps,
+        }
+        return Wrapped(model, reducer=attach_updates(model, optimizer, method, **warmup)), optimizer
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     if contestant == "dense HSDP":
         sharded(model, mesh)
