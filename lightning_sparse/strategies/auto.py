@@ -14,15 +14,17 @@ steps, and nothing is lost in it:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import ddp_options
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.link import measure_link
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
@@ -145,9 +147,20 @@ class AutoDDP:
             super()._start_exchange(trainer)
             return
         self._reducer = None
-        ddp = self._wrap()
+        with self._own_buckets():
+            ddp = self._wrap()
         training = StockTraining(StockExchanger(ddp, self._auto.reducer_options, self._timeout), self.optimizers)
         self._begin_fit(trainer, training, "")
+
+    @contextlib.contextmanager
+    def _own_buckets(self) -> Iterator[None]:
+        """Let DistributedDataParallel choose the size of its buckets, unless it is given: its first one is smaller."""
+        options = ddp_options(self)  # type: ignore[arg-type]
+        ours, options["bucket_cap_mb"] = options["bucket_cap_mb"], self._arguments.get("bucket_cap_mb")
+        try:
+            yield
+        finally:
+            options["bucket_cap_mb"] = ours
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
