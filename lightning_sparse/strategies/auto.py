@@ -30,6 +30,7 @@ from lightning_sparse.comm.link import measure_link
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.stock import StockExchanger
+from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
 from lightning_sparse.strategies.strategy_options import StrategyOptions
@@ -43,6 +44,8 @@ KEY = "lightning_sparse_auto"
 STOCK = "ddp"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
+WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
+"""Steps before the first measurement. In the density warm-up of updates ranks send more than later."""
 CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps", "overlap")
 FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
 
@@ -298,6 +301,7 @@ class _Choice:
     def start(self, done: int) -> None:
         """Begin to measure, after `done` steps."""
         self._step, self._waited, self.clock = done, 0.0, _Clock()
+        self.tuner.wait(WARMUP - done)
 
     def _measure(self, strategy: AutoDDP) -> dict[str, float]:
         """Measure the link; return the seconds on it of a step of each candidate."""

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
-SETTLING, WINDOW = 3, 8
+SETTLING, WINDOW = 3, 7
 """Steps that are left out after a switch, and measured steps before a decision."""
 EVERY = 200
 """Steps between two looks at the chosen candidate."""
@@ -59,6 +59,10 @@ class Tuner:
         self._window: list[Numbers] = []
         self._left = SETTLING
         self._has_drifted = False
+
+    def wait(self, steps: int) -> None:
+        """Measure no step before so many steps of the first candidate, `SETTLING` at least."""
+        self._left = max(SETTLING, steps)
 
     def note(self, numbers: Numbers) -> bool:
         """Add this rank's numbers of a step; return whether all ranks compare their medians now."""

@@ -300,14 +300,14 @@ def measured(rank: int) -> Any:
     said: list[str] = []
     strategy = auto([])
     strategy.inform = said.append  # type: ignore[method-assign]
-    watch = fit(Net(torch.optim.AdamW, lr=0.01), strategy, rank, max_steps=100)
+    watch = fit(Net(torch.optim.AdamW, lr=0.01), strategy, rank, max_steps=110)
     return watch.names, [*map(float, watch.weights[-1].sum()[None])], said, [*strategy._auto.tuner.times]
 
 
-def test_over_loopback_all_ranks_decide_alike_within_a_hundred_steps():
+def test_over_loopback_all_ranks_decide_alike_after_the_density_warm_up():
     (names, weights, said, times), other = lightning_ranks(2, measured)
     assert (names, weights, times) == (other[0], other[1], other[3])
-    assert names[0] == "ddp"
+    assert names[:45] == ["ddp"] * 45
     assert len(said) == 2, said
     assert "Chosen by auto_ddp, by the link: the link carries" in said[0]
     assert f" {names[-1]} " in said[1] or "by measured steps" in said[1]
