@@ -574,6 +574,17 @@ def frontier_seconds() -> str:
 FORMATS = ["float32", "int4", "int2"]
 
 
+def auto() -> str:
+    """Milliseconds of a step of `auto_ddp` and of its candidates: median of the rounds, and their range."""
+    found, rows = read("auto"), []
+    names = list(dict.fromkeys(found.strategy))
+    for (rate, million), runs in found.groupby(["rate", "million"], sort=False):
+        by_name = runs.set_index("strategy")
+        cells = [f"{x.ms:.0f} ({x.ms_min:.0f} to {x.ms_max:.0f})" for _, x in by_name.loc[names].iterrows()]
+        rows.append([str(rate), f"{million:g}", *cells, str(by_name.choice["auto"])])
+    return table(["link", "million parameters", *(f"`{name}`" for name in names), "choice"], rows)
+
+
 def sharded() -> str:
     """Final losses of replicas and shards, and bytes to other replicas."""
     found, rows = read("sharded"), []
@@ -1202,6 +1213,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "front": partial(defaults, ("ddp", "topk by default")),
     "front-seconds": front_seconds,
     "frontier": frontier,
+    "auto": auto,
     "sharded": sharded,
     "sharded-memory": sharded_memory,
     "frontier-seconds": frontier_seconds,
