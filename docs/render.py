@@ -596,6 +596,17 @@ def sharded() -> str:
     return table(["replicas × shards", "", "loss after 1,000 steps", "seeds", "bytes per step and rank"], rows)
 
 
+def sharded_seconds() -> str:
+    """Milliseconds of a step between two nodes, by link: median, and the middle three fifths."""
+    rows = []
+    for name, runs in read("sharded_seconds").groupby("contestant", sort=False):
+        by_rate = runs.set_index("rate")
+        cells = [f"{x.median_ms:.0f} ({x.p20_ms:.0f} to {x.p80_ms:.0f})" for _, x in by_rate.iterrows()]
+        rows.append([str(name), *cells, f"{runs.sent_bytes_per_step.iloc[0]:,.0f}"])
+    rates = [f"ms over {rate}" for rate in read("sharded_seconds").rate.unique()]
+    return table(["four ranks on two nodes", *rates, "bytes per step and rank"], rows)
+
+
 def sharded_memory() -> str:
     """Peak memory of a rank."""
     rows = [
@@ -1216,6 +1227,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto": auto,
     "sharded": sharded,
     "sharded-memory": sharded_memory,
+    "sharded-seconds": sharded_seconds,
     "frontier-seconds": frontier_seconds,
     "gpu-paced": gpu_paced,
     "network": network,
