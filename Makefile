@@ -7,7 +7,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: test test-all test-exhaustive demo docs reliability gpu matrix clients format clean
 
-# Tests wait for processes and timeouts a third of the time: PROCESSES=3 takes 3:15 minutes on two quiet cores, 2 3:40.
+# On two quiet cores the quick tests take 5:50 minutes with two processes, and 5:40 with PROCESSES=3.
 PROCESSES ?= 2
 PYTEST := $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
 
