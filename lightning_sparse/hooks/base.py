@@ -1,37 +1,47 @@
-"""The interface of `GradientExchanger` and `UpdateExchanger`."""
+"""The common part of the exchangers of gradients and updates, and of stock all-reduce."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
 
 from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.reducer import Reducer
 
 
-class Exchanger(Protocol):
+class Exchanger(abc.ABC):
     """Exchanges the gradients of one model, or the updates of its optimizers, on one rank."""
+
+    _session: Session
 
     @property
     def reducer(self) -> Reducer:
         """The reducer, which compresses and exchanges. A checkpoint needs its state."""
+        return self._session.reducer
 
     @property
     def comm(self) -> ProcessGroupComm:
         """The reducer's connection to the other ranks."""
+        return self._session.comm
 
     @property
+    @abc.abstractmethod
     def note(self) -> str:
         """One sentence for the summary of a run."""
 
     @property
+    @abc.abstractmethod
     def is_consistent(self) -> bool:
         """Whether the reducer's state belongs to a complete step."""
 
+    @abc.abstractmethod
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""
 
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this rank."""
+        self._session.fail(error)
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End the exchange. May be called twice, and after a failure."""

@@ -35,19 +35,18 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
-from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.worker import Worker
+from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, _is_broken
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
-from lightning_sparse.reducer import Reducer
 
 log = logging.getLogger(__name__)
 
 
-class GradientExchanger:
+class GradientExchanger(Exchanger):
     """The exchange of the gradients of one DDP instance, on one rank.
 
     Args:
@@ -86,16 +85,6 @@ class GradientExchanger:
         # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         self._exchanged = ExchangedGradients(params) if warns else None
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, which the worker thread calls."""
-        return self._session.reducer
-
-    @property
-    def comm(self) -> ProcessGroupComm:
-        """The reducer's connection to the other ranks."""
-        return self._session.comm
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the thread out of copies of the model. They have no hook, like copies of a stock model."""
@@ -217,10 +206,6 @@ class GradientExchanger:
             f"{listed(unused or [*map(repr, late)])} got no gradient {where}, so DDP did not exchange all gradients "
             f"and the ranks would drift apart. {remedy}"
         )
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the other ranks that training has failed on this one, outside of the worker thread."""
-        self._session.fail(error)
 
     def fail_in_model(self, error: BaseException) -> None:
         """Report that a connection broke in a collective of the model; ignore other errors.

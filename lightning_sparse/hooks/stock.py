@@ -6,16 +6,15 @@ from datetime import timedelta
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.peers import Responder
+from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import trainable_parameters
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.reducer import Reducer
 
 
-class StockExchanger:
+class StockExchanger(Exchanger):
     """Counts the steps and the bytes of stock all-reduce, which DDP runs.
 
     Args:
@@ -40,16 +39,6 @@ class StockExchanger:
         )
         self._responder = Responder(self._session.comm.respond)
 
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, whose `step` counts."""
-        return self._session.reducer
-
-    @property
-    def comm(self) -> ProcessGroupComm:
-        """The reducer's connection to the other ranks."""
-        return self._session.comm
-
     def count_step(self) -> None:
         """Count a step and its bytes."""
         self.reducer.finish_step()
@@ -58,10 +47,6 @@ class StockExchanger:
     def drain(self) -> bool:
         """Return True: there are no residuals."""
         return True
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the other ranks that training has failed on this rank."""
-        self._session.fail(error)
 
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""

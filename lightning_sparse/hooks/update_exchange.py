@@ -33,6 +33,7 @@ from lightning_sparse._compat import (
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
+from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
@@ -41,7 +42,6 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
-from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import check_group, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -85,7 +85,7 @@ class _Buffers:
         return {} if model is None else dict(model.named_buffers())
 
 
-class UpdateExchanger:
+class UpdateExchanger(Exchanger):
     """The exchange of the updates of all optimizers of a model, on one rank.
 
     Args:
@@ -181,16 +181,6 @@ class UpdateExchanger:
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, which compresses and exchanges. A checkpoint needs its state."""
-        return self._session.reducer
-
-    @property
-    def comm(self) -> ProcessGroupComm:
-        """The reducer's connection to the other ranks."""
-        return self._session.comm
 
     @property
     def note(self) -> str:
@@ -421,10 +411,6 @@ class UpdateExchanger:
     def drain(self) -> bool:
         """Return whether the residuals belong to the weights."""
         return self.is_consistent
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the other ranks that training has failed on this one."""
-        self._session.fail(error)
 
     def raise_known_failure(self) -> None:
         """Raise the error that has ended training on this rank or on another one, if there is one."""

@@ -346,7 +346,7 @@ class _Choice:
             self._waited = 0.0
         if self.tuner.is_settled and not was_settled:
             self.reason = f"auto_ddp, by measured steps: {self.tuner.summary()}; {self._link_text()}"
-            return f"auto_ddp goes on with {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
+            return f"auto_ddp keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
         return ""
 
     @property
