@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 os.environ["OMP_NUM_THREADS"] = "1"
 # Without this variable, deterministic products on CUDA raise an error before torch 2.11.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# For each connection torch's store looks up the name of 127.0.0.1. If a DNS server drops the query, that takes 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch

@@ -128,7 +128,7 @@ class Handshake:
     def _agree(self, settings: Mapping[str, Any], of_part: Mapping[str, Any]) -> str:
         text = json.dumps(settings, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self._method = str(settings.get("method", ""))
+        self._method = f" {settings['method']}" if "method" in settings else ""
         if (refused := self._get("refused")) and json.loads(refused)[0] == self._rank:
             self._set("refused", "")  # by this rank's predecessor
         if self._rank == self._leader:
@@ -253,7 +253,7 @@ class Handshake:
                 if entry and json.loads(entry)[0] == rank:
                     raise RankFailure(json.loads(entry)[-1])
                 raise RankFailure(
-                    f"Rank {rank} has ended before it attached {self._method}: its connections are closed. It was "
+                    f"Rank {rank} has ended before it attached{self._method}: its connections are closed. It was "
                     f"killed, failed, or never called attach; look at the end of its output."
                 )
 
@@ -265,7 +265,7 @@ class Handshake:
         else:
             seen, causes = "The process group does not show whether a process has ended", "loading, ended, frozen"
         return (
-            f"Rank {self._rank} waits for {rank_list(missing)} to attach {self._method}, for {seconds:.0f} s so far. "
+            f"Rank {self._rank} waits for {rank_list(missing)} to attach{self._method}, for {seconds:.0f} s so far. "
             f"{seen}: {'they may be' if several else 'it may be'} {causes}, or using another strategy, such as stock "
             f"'ddp'. All ranks need the same one."
         )

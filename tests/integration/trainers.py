@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -215,7 +216,10 @@ def lost(sums: list[dict[str, Any]], states: list[dict[str, Any]]) -> float:
 
 
 class Messages(logging.Handler):
-    """Collects this package's warnings; `caplog` does not reach into forked ranks."""
+    """Collects this package's warnings; `caplog` does not reach into forked ranks.
+
+    It leaves out that a rank waits for another one, which happens on a loaded machine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +228,9 @@ class Messages(logging.Handler):
         logger.handlers = [self]  # in place of an earlier one of the kind
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.texts.append(record.getMessage())
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING and not re.match(r"Rank \d+ waits for .* to attach", text):
+            self.texts.append(text)
 
 
 def keeps_all(name: str) -> bool:
