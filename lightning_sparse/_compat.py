@@ -308,5 +308,5 @@ def sigterm_exception(trainer: Any) -> type[SystemExit]:
 def use_device_mesh(strategy: Any, mesh: Any) -> None:
     """Replace the mesh of Lightning's ModelParallelStrategy and of its module. Private in Lightning 2.5 and 2.6."""
     strategy._device_mesh = mesh
-    if strategy.lightning_module is not None:
-        strategy.lightning_module._device_mesh = mesh
+    if (module := getattr(strategy, "lightning_module", None)) is not None:  # a Trainer's strategy
+        module._device_mesh = mesh

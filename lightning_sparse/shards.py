@@ -10,8 +10,9 @@ the model, one in each replica. These ranks exchange updates with each other:
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,17 +102,47 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         group: the ranks that hold the same part of the model.
 
     Raises:
-        TypeError, ValueError: see `check_group`.
+        TypeError, ValueError: see `check_group`; or FSDP2 does not shard a trained parameter.
     """
     check_group(model, group)
-    size = dist.get_world_size(group)
+    modules, size = _of_fsdp("FSDPModule", model), dist.get_world_size(group)
+    averaged = {id(param) for module in modules for param in module.parameters() if is_sharded(param)}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in averaged:
+            raise ValueError(
+                f"{name!r} is in no module of fully_shard, which averages gradients, so replicas would differ in it. "
+                f"Call fully_shard with the module that holds it; or freeze it by requires_grad_(False)."
+            )
 
     def average(gradient: Tensor) -> None:
         dist.all_reduce(gradient, group=group)
         gradient.div_(size)
 
-    for module in _of_fsdp("FSDPModule", model):
+    for module in modules:
         module.set_all_reduce_hook(average)
+
+
+@contextlib.contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 accumulate gradients without averaging them over the ranks of a replica, within the block."""
+    modules = _of_fsdp("FSDPModule", model)
+    try:
+        for module in modules:
+            module.set_requires_gradient_sync(False, recurse=False)
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def unsharded(model: nn.Module, ranks: Collection[int]) -> str:
+    """Return the name of a trained parameter that is not sharded or copied over all these ranks; "" if all are."""
+    for name, param in model.named_parameters():
+        of: Any = param
+        mesh = of.device_mesh.mesh.flatten().tolist() if is_sharded(param) else []
+        if param.requires_grad and not {*ranks} <= {*mesh}:
+            return name
+    return ""
 
 
 def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -17,6 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -489,6 +490,9 @@ def test_use_device_mesh():
     strategy._lightning_module = module
     _compat.use_device_mesh(strategy, mesh)
     assert strategy.device_mesh is module.device_mesh is mesh
+    fabrics = FabricModelParallelStrategy(lambda model, mesh: model)
+    _compat.use_device_mesh(fabrics, mesh)
+    assert fabrics.device_mesh is mesh
 
 
 def test_each_entry_of_compat_is_tested_here():

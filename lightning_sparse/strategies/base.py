@@ -207,8 +207,11 @@ class SparseStrategy:
             check_placement(nodes, reducer.method.aggregator.ranks_per_node)
         if self.global_rank == 0:
             self.inform(run_summary(reducer, loggers, f"{training.exchanger.note}{training.note} Chosen by {why}."))
-        if self.world_size == 1 and reducer.method.compresses:
+        if reducer.comm.size == 1 and reducer.method.compresses and self.global_rank == 0:
+            kind, remedy = "rank", "Train with strategy='auto', or on several devices."
+            if self.world_size > 1:
+                kind, remedy = "replica", "Set replicas, or train with strategy='dense_hsdp'."
             log.warning(
-                f"{type(self).__name__} on one rank sends nothing to anybody, yet keeps back what it does not choose: "
-                f"that only costs steps. Train with strategy='auto', or on several devices."
+                f"{type(self).__name__} on one {kind} sends nothing to anybody, yet keeps back what it does not "
+                f"choose: that only costs steps. {remedy}"
             )

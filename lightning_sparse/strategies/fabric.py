@@ -10,15 +10,11 @@ the model itself, and the exchange is part of `optimizer.step()`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,17 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._lightning import FABRIC
 from lightning_sparse.hooks import GradientExchanger, exchange_updates, report_errors_to_peers
-from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
-from lightning_sparse.hooks.updates import check_all_stepped, parameters_of, unstepped
-from lightning_sparse.reducer import Reducer
-from lightning_sparse.strategies.base import SparseStrategy, destroy_process_group
+from lightning_sparse.hooks.updates import check_all_stepped
+from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
 from lightning_sparse.strategies.ddp_options import DDPOptions
+from lightning_sparse.strategies.fabric_calls import FabricCalls
 from lightning_sparse.strategies.fit_checks import check_not_wrapped
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.training import enabled_scaler
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
@@ -53,20 +46,6 @@ class BackwardSyncControl:
         if enabled and isinstance(module, DistributedDataParallel):
             return module.no_sync()
         return contextlib.nullcontext()
-
-
-class _Waiting:
-    """A model that was set up alone and exchanges updates. It waits for its optimizers.
-
-    Attributes:
-        optimizers: the optimizers that were set up so far.
-        check: raises an error if an optimizer steps the model before the exchange begins.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.check = UnattachedOptimizerCheck((), model)
-        weakref.finalize(model, self.check.close)
 
 
 class _ExplainFailures:
@@ -99,152 +78,34 @@ class _Loaded:
         self.state = state
 
 
-class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
+class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
     """Data-parallel training with Fabric, with the options of `DDPOptions`."""
 
     __doc__ = DDPOptions.__doc__
 
-    _class_name, _clipping = "FabricSparseDDPStrategy", "call fabric.clip_gradients"
+    _class_name = "FabricSparseDDPStrategy"
 
     def _begin(self) -> None:
-        self._options.reducer.check_method(self._options.method, counts_epochs=False)
+        super()._begin()
         self._backward_sync_control: Any = BackwardSyncControl()
-        # By the module that Fabric calls. They end with the module.
-        self._trainings: MutableMapping[torch.nn.Module, GradientTraining | UpdateTraining]
-        self._trainings = weakref.WeakKeyDictionary()
-        self._waiting: MutableMapping[torch.nn.Module, _Waiting] = weakref.WeakKeyDictionary()
         self._checkpoints = Checkpoints(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Exclude the models that were set up, which belong to this process."""
-        return {name: value for name, value in vars(self).items() if name not in ("_trainings", "_waiting")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    @classmethod
-    def _lightning(cls, namespace: str) -> ModuleType:
-        return import_module(FABRIC[namespace])
-
-    @property
-    def scaler(self) -> Any:
-        return enabled_scaler(self.precision)
-
-    @property
-    def reducers(self) -> list[Reducer]:
-        """The reducers of the models that were set up, in this order."""
-        return [training.exchanger.reducer for training in self._trainings.values()]
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        atexit.register(self._leave, os.getpid())
-
-    def _leave(self, pid: int) -> None:
-        """End all exchanges before the interpreter exits. Fabric does not tell its strategy about errors."""
-        if os.getpid() != pid:  # a forked child
-            return
-        error: BaseException | None = getattr(sys, "last_value", None)  # has ended the program
-        trainings = [*self._trainings.values()]
-        in_order = error is None and all(training.exchanger.is_consistent for training in trainings)
-        for training in trainings:
-            if error is not None:
-                training.fail(error)
-            elif isinstance(training, UpdateTraining):
-                training.exchanger.warn_of_pending()
-            training.close()
-        if in_order:
-            destroy_process_group(pid)
 
     # Models and optimizers:
 
-    def setup_module_and_optimizers(  # type: ignore[override]
-        self, module: torch.nn.Module, optimizers: list[Optimizer], *scheduler: Any
-    ) -> tuple[Any, ...]:
-        """Begin the exchange of a model with its optimizers.
-
-        Returns:
-            The module, wrapped if gradients are exchanged, the optimizers and the scheduler. Lightning 2.5 gives no
-            scheduler and expects none.
-        """
-        with report_errors_to_peers():
+    def _prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        if any(param.requires_grad for param in module.parameters()):
             check_not_wrapped(module)
-            self._check_owned(module, optimizers)
-        return self._begin_exchange(module, optimizers), optimizers, *scheduler
-
-    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override]
-        """Wrap a model alone if gradients are exchanged. If updates are exchanged, it waits for its optimizers.
-
-        Raises:
-            RuntimeError: the exchange depends on the optimizers.
-        """
-        if not any(param.requires_grad for param in module.parameters()):
-            return module
-        with report_errors_to_peers():
-            check_not_wrapped(module)
-            if self._options.depends_on_optimizers:
-                raise RuntimeError(
-                    f"fabric.setup_module got a {type(module).__name__} alone, but its optimizer decides whether ranks "
-                    f"exchange gradients or updates. Set up both together, model, optimizer = fabric.setup(model, "
-                    f"optimizer); or decide it yourself, {self._class_name}(..., exchange='update') or "
-                    f"exchange='gradient'. For inference alone freeze the model, model.requires_grad_(False)."
-                )
-        if self._options.choose(())[0] == "gradient":
-            return self._begin_exchange(module, [])
-        self._waiting[module] = _Waiting(module)
         return module
 
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Join an optimizer to its model, which was set up before. The last one begins an exchange of updates."""
-        with report_errors_to_peers():
-            model = self._model_of(optimizer)
-            waiting, training = self._waiting.get(model), self._trainings.get(model)
-            if isinstance(training, UpdateTraining):
-                raise ValueError(
-                    f"fabric.setup_optimizers got a {type(optimizer).__name__}, but the updates of the "
-                    f"{type(model).__name__} are exchanged for other optimizers already. Set up all together: "
-                    f"fabric.setup(model, first, second)."
-                )
-            if training is not None:
-                training.add(optimizer)
-        if waiting is not None:
-            waiting.optimizers.append(optimizer)
-            if not unstepped(model, waiting.optimizers):
-                del self._waiting[model]
-                waiting.check.close()
-                self._begin_exchange(model, waiting.optimizers)
-        return optimizer
-
-    def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:
-        """Return the model that an optimizer steps; ValueError unless there is exactly one."""
-        stepped = parameters_of([optimizer])
-        models = [
-            model for model in (*self._waiting, *self._trainings) if not stepped.isdisjoint(map(id, model.parameters()))
-        ]
-        if len(models) == 1 or (models and all(model in self._trainings for model in models)):
-            return models[0]
-        name = type(optimizer).__name__
-        if models:
-            names = " and ".join(type(model).__name__ for model in models)
-            raise ValueError(
-                f"fabric.setup_optimizers got a {name} of several models, {names}, whose updates are exchanged apart. "
-                f"Give each model its optimizer; or set up one module that holds all, torch.nn.ModuleList([...])."
+    def _waits(self, module: torch.nn.Module) -> bool:
+        if self._options.depends_on_optimizers:
+            raise RuntimeError(
+                f"fabric.setup_module got a {type(module).__name__} alone, but its optimizer decides whether ranks "
+                f"exchange gradients or updates. Set up both together, model, optimizer = fabric.setup(model, "
+                f"optimizer); or decide it yourself, {self._class_name}(..., exchange='update') or "
+                f"exchange='gradient'. For inference alone freeze the model, model.requires_grad_(False)."
             )
-        raise ValueError(
-            f"fabric.setup_optimizers got a {name} that steps no parameter of a model that was set up. Set up the "
-            f"model first, model = fabric.setup_module(model), and make the optimizer of the parameters of this model."
-        )
-
-    @staticmethod
-    def _check_owned(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raise ValueError if an optimizer steps no parameter of the model."""
-        own = {*map(id, model.parameters())}
-        for optimizer in optimizers:
-            if own.isdisjoint(parameters_of([optimizer])):
-                raise ValueError(
-                    f"fabric.setup got a {type(optimizer).__name__} that steps no parameter of the "
-                    f"{type(model).__name__}. Make the optimizer of the parameters of this model."
-                )
+        return self._options.choose(())[0] == "update"
 
     def _begin_exchange(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> torch.nn.Module:
         """Begin the exchange of a model; return it, in DistributedDataParallel if gradients are exchanged."""
@@ -256,7 +117,7 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
         training: GradientTraining | UpdateTraining
         if what == "gradient":
             with self._without_broadcast():
-                ddp = module = super().setup_module(module)
+                ddp = module = self._set_up(module)
             training = GradientTraining(self, ddp, optimizers, method)
             training.begin()
             weakref.finalize(ddp, training.close)
@@ -268,26 +129,6 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
         self._trainings[module] = training
         self._began(training, why)
         return module
-
-    # Training:
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Take an optimizer's step, after the checks and the clipping of gradients."""
-        trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
-        training = next(trainings, None)
-        if training is None:
-            return super().optimizer_step(optimizer, **kwargs)
-        if isinstance(training, GradientTraining):
-            training.check_complete()
-        take, given = partial(super().optimizer_step, optimizer), kwargs.pop("closure", None)
-
-        def step(closure: Callable[[], Any]) -> Any:
-            if given is not None:
-                return take(closure=closure, **kwargs)
-            closure()  # the gradients are there; this only looks at them
-            return take(**kwargs)
-
-        return training.step(optimizer, given or _nothing, step)
 
     # Checkpoints:
 
@@ -350,13 +191,6 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
                 training.begin()  # from rank 0's weights: nodes may have different files
         return rest
 
-    def _exchange_pending(self) -> None:
-        for training in self._trainings.values():
-            training.exchange_pending()
-
-    def _is_set_up(self, value: Any) -> bool:
-        return isinstance(value, torch.nn.Module) and value in self._trainings
-
     def _parts(self, state: Mapping[str, Any]) -> list[Part]:
         """Return the exchanges of the optimizers in a checkpoint's state. Residuals go with the optimizers."""
         parts = []
@@ -364,15 +198,11 @@ class FabricSparseDDP(DDPOptions, SparseStrategy, DDPStrategy):  # type: ignore[
             optimizers = {
                 name: value for name, value in state.items() if any(value is each for each in training.optimizers)
             }
-            if optimizers:
-                parts.append(Part(training.exchanger.reducer, optimizers, training.exchanger.drain()))
+            if optimizers and (exchanger := training.exchanger) is not None:
+                parts.append(Part(exchanger.reducer, optimizers, exchanger.drain()))
         return parts
 
 
 def _load_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
     for name, state in states.items():
         optimizers[name].load_state_dict(state)
-
-
-def _nothing() -> None:
-    pass

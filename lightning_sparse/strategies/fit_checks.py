@@ -12,6 +12,7 @@ from lightning_sparse.hooks.update_exchange import evaluates_other_weights, scal
 from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
+from lightning_sparse.shards import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +60,25 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 """Classes whose models average or shard their parameters themselves."""
 
 
-def check_not_wrapped(model: torch.nn.Module) -> None:
-    """Raise TypeError for a model that another library for parallel training has wrapped or sharded."""
+def check_not_wrapped(model: torch.nn.Module, but: str = "") -> None:
+    """Raise TypeError for a model that another library for parallel training has wrapped or sharded.
+
+    Args:
+        model: the model.
+        but: "FSDPModule" if FSDP2 may shard the model.
+    """
     for name, module in model.named_modules():
-        if found := WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__):
+        if found := (WRAPPERS - {but}).intersection(kind.__name__ for kind in type(module).__mro__):
             raise TypeError(
                 f"fabric.setup got a {type(model).__name__} with a {found.pop()} ({name or 'the model itself'}), which "
-                f"averages or shards parameters itself. Give the model without it; or, for sharded models, train with "
-                f"strategy='fsdp'."
+                f"averages or shards parameters itself. Give the model without it; or, to shard it by FSDP2, train "
+                f"with strategy='topk_hsdp'."
             )
     for name, param in model.named_parameters():
-        if hasattr(param, "device_mesh"):
+        if not but and is_sharded(param):
             raise TypeError(
                 f"fabric.setup got a {type(model).__name__} with {name!r} as a {type(param).__name__}, which is "
-                f"sharded. Sharded models are not supported: train with strategy='fsdp'."
+                f"sharded. Train sharded models with strategy='topk_hsdp'."
             )
 
 

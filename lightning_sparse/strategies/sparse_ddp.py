@@ -48,10 +48,6 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         self._checkpoints = copy.copy(self._checkpoints)
         self._checkpoints.strategy = self
 
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
-        self._destroys_groups_at_exit()
-
     def configure_ddp(self) -> None:
         """Do nothing. `setup_optimizers` comes next and decides whether to wrap the model."""
 

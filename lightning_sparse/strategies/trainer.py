@@ -79,6 +79,10 @@ class TrainerCalls:
         """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
         self._training.wait()
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._destroys_groups_at_exit()
+
     # Training:
 
     def on_train_start(self) -> None:

@@ -691,7 +691,7 @@ def test_sharded_models_are_an_error():
     for kind, text, _ in lightning_ranks(2, run):
         assert kind == "TypeError"
         assert "FSDPModule" in text
-        assert "strategy='fsdp'" in text
+        assert "strategy='topk_hsdp'" in text
 
 
 @of_both

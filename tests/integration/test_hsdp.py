@@ -15,73 +15,10 @@ from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
 from tests.integration.trainers import lightning_ranks, trainer
-from tests.support.shards import EXACT, attempt, loss_of, mesh_of, net, shard, steps, whole
+from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
 from tests.support.tiers import full, in_full
-
-STEPS = 6
-
-
-class Batches(torch.utils.data.Dataset):
-    def __init__(self, count: int = 48) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Module(pl.LightningModule):
-    """Trains on a part of each step's batch, which depends on the rank and on the number of the micro-batch."""
-
-    def __init__(self, optimizer: Any = torch.optim.AdamW, micro: int = 1, lr: float = 0.01) -> None:
-        super().__init__()
-        self.optimizer, self.micro, self.lr = optimizer, micro, lr
-        self.net: Any = None
-        self.seen: list[int] = []
-        self.calls = 0
-        self.hooks: dict[int, Any] = {}
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = net()
-            if isinstance(self.trainer.strategy, ModelParallelStrategy):
-                shard(self.net, self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        self.seen.append(int(batch))
-        step, piece = self.trainer.global_step, index % self.micro
-        parts = self.trainer.world_size * self.micro
-        loss = loss_of(self.net, step, self.trainer.global_rank * self.micro + piece, parts)
-        if step in self.hooks:
-            loss = self.hooks[step](loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.log("loss", loss_of(self.net, 100, 0, 1), sync_dist=True)
-
-    test_step = validation_step
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), lr=self.lr)
-
-
-def hsdp(method: Any = EXACT, **options: Any) -> SparseHSDPStrategy:
-    return SparseHSDPStrategy(method, **{"replicas": 2, "process_group_backend": "gloo", **options})
-
-
-def loader() -> Any:
-    return torch.utils.data.DataLoader(Batches())
-
-
-def fitted(strategy: Any, module: Any = None, path: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Return a module that was trained by a strategy, and its trainer."""
-    run = trainer(strategy, 4, **{"max_steps": STEPS, "limit_val_batches": 0, **options})
-    module = module or Module()
-    run.fit(module, loader(), loader(), ckpt_path=path)
-    return module, run
 
 
 def plain(method: Any, *, clip: float | None = None, micro: int = 1, **options: Any) -> dict[str, Tensor]:
@@ -400,6 +337,31 @@ def refused(rank: int, strategy: dict[str, Any], lightning: dict[str, Any]) -> A
 def test_runs_that_it_refuses(strategy, lightning, text):
     for error in lightning_ranks(4, refused, strategy, lightning):
         assert text in error
+
+
+class Whole(Module):
+    """Forgets to shard."""
+
+    def configure_model(self) -> None:
+        self.net = self.net or net()
+
+
+@full
+@pytest.mark.parametrize("method", ["topk", "dense"])
+def test_a_model_that_is_not_sharded_is_an_error(method):
+    for error in lightning_ranks(4, lambda rank: attempt(lambda: fitted(hsdp(method), Whole()))):
+        assert "whose 'net.0.weight' is not sharded over the mesh dimension 'data_parallel', the ranks [" in error
+        assert "In configure_model, call fully_shard(" in error
+
+
+def odd_mesh(rank: int) -> Any:
+    return attempt(lambda: fitted(hsdp("topk", replicas=1 if rank == 3 else 2)))
+
+
+@full
+def test_ranks_with_other_meshes_are_an_error():
+    for error in lightning_ranks(4, odd_mesh):
+        assert "Ranks differ in mesh: rank 0 has" in error
 
 
 def in_bf16(rank: int, precision: str) -> Any:

@@ -1,0 +1,243 @@
+"""Fabric's calls of a strategy: models and optimizers, together or apart, steps, and the end of the program."""
+# Lightning's strategy is the next base:
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparse._lightning import FABRIC
+from lightning_sparse.hooks import report_errors_to_peers
+from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
+from lightning_sparse.hooks.updates import parameters_of, unstepped
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, reshard
+from lightning_sparse.strategies.base import destroy_process_group
+from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.training import Training, enabled_scaler
+from lightning_sparse.strategies.update_training import UpdateTraining
+
+
+class _Waiting:
+    """A model that was set up alone and exchanges updates. It waits for its optimizers.
+
+    Attributes:
+        optimizers: the optimizers that were set up so far.
+        check: raises an error if an optimizer steps the model before the exchange begins.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.check = UnattachedOptimizerCheck((), model)
+        weakref.finalize(model, self.check.close)
+
+
+class FabricCalls:
+    """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
+
+    _clipping = "call fabric.clip_gradients"
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Stands for the attributes of the strategy and of Lightning's strategies."""
+
+    def _begin(self) -> None:
+        self._options.reducer.check_method(self._options.method, counts_epochs=False)
+        # By the module that Fabric calls. They end with the module.
+        self._trainings: MutableMapping[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
+        self._waiting: MutableMapping[torch.nn.Module, _Waiting] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude the models that were set up, which belong to this process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_trainings", "_waiting")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @classmethod
+    def _lightning(cls, namespace: str) -> ModuleType:
+        return import_module(FABRIC[namespace])
+
+    @property
+    def scaler(self) -> Any:
+        return enabled_scaler(self.precision)
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """The reducers of the models that were set up, in this order."""
+        exchangers = (training.exchanger for training in self._trainings.values())
+        return [exchanger.reducer for exchanger in exchangers if exchanger is not None]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        atexit.register(self._leave, os.getpid())
+
+    def _leave(self, pid: int) -> None:
+        """End all exchanges before the interpreter exits. Fabric does not tell its strategy about errors."""
+        if os.getpid() != pid:  # a forked child
+            return
+        error: BaseException | None = getattr(sys, "last_value", None)  # has ended the program
+        trainings = [*self._trainings.values()]
+        exchangers = (training.exchanger for training in trainings)
+        in_order = error is None and all(each is None or each.is_consistent for each in exchangers)
+        for training in trainings:
+            if error is not None:
+                training.fail(error)
+            elif isinstance(training, UpdateTraining):
+                training.exchanger.warn_of_pending()
+            training.close()
+        if in_order:
+            destroy_process_group(pid)
+
+    # Models and optimizers:
+
+    def _prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Check a model that Fabric sets up, shard it if the strategy shards models, and return it."""
+        raise NotImplementedError
+
+    def _waits(self, module: torch.nn.Module) -> bool:
+        """Return whether a model that is set up alone waits for its optimizers."""
+        raise NotImplementedError
+
+    def _begin_exchange(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> torch.nn.Module:
+        """Begin the exchange of a model, and return the module to train."""
+        raise NotImplementedError
+
+    def _set_up(self, module: torch.nn.Module) -> Any:
+        """Wrap or shard a model, as Lightning's strategy does."""
+        return super().setup_module(module)
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        """Begin the exchange of a model with its optimizers.
+
+        Returns:
+            The module, wrapped if DistributedDataParallel exchanges gradients, the optimizers and the scheduler.
+            Lightning 2.5 gives no scheduler and expects none.
+        """
+        with report_errors_to_peers():
+            module = self._prepare(module)
+            self._check_owned(module, optimizers)
+        return self._begin_exchange(module, optimizers), optimizers, *scheduler
+
+    def setup_module(self, module: torch.nn.Module) -> Any:
+        """Begin the exchange of a model alone, or let the model wait for its optimizers.
+
+        A model without trained parameters exchanges nothing.
+
+        Raises:
+            RuntimeError: the exchange depends on the optimizers.
+        """
+        with report_errors_to_peers():
+            module = self._prepare(module)
+            if not any(param.requires_grad for param in module.parameters()):
+                return module
+            waits = self._waits(module)
+        if not waits:
+            return self._begin_exchange(module, [])
+        self._waiting[module] = _Waiting(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Join an optimizer to its model, which was set up before. The last one begins an exchange of updates."""
+        with report_errors_to_peers():
+            model = self._model_of(optimizer)
+            waiting, training = self._waiting.get(model), self._trainings.get(model)
+            if isinstance(training, UpdateTraining):
+                raise ValueError(
+                    f"fabric.setup_optimizers got a {type(optimizer).__name__}, but the updates of the "
+                    f"{type(model).__name__} are exchanged for other optimizers already. Set up all together: "
+                    f"fabric.setup(model, first, second)."
+                )
+            if isinstance(training, GradientTraining):
+                training.add(optimizer)
+        if waiting is not None:
+            waiting.optimizers.append(optimizer)
+            if not unstepped(model, waiting.optimizers):
+                del self._waiting[model]
+                waiting.check.close()
+                self._begin_exchange(model, waiting.optimizers)
+        return optimizer
+
+    def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:
+        """Return the model that an optimizer steps; ValueError unless there is exactly one."""
+        stepped, known = parameters_of([optimizer]), [*self._waiting, *self._trainings]
+        for model in known:
+            reshard(model)
+        models = [model for model in known if not stepped.isdisjoint(map(id, model.parameters()))]
+        if len(models) == 1 or (models and all(model in self._trainings for model in models)):
+            return models[0]
+        name = type(optimizer).__name__
+        if models:
+            names = " and ".join(type(model).__name__ for model in models)
+            raise ValueError(
+                f"fabric.setup_optimizers got a {name} of several models, {names}, whose updates are exchanged apart. "
+                f"Give each model its optimizer; or set up one module that holds all, torch.nn.ModuleList([...])."
+            )
+        raise ValueError(
+            f"fabric.setup_optimizers got a {name} that steps no parameter of a model that was set up. Set up the "
+            f"model first, model = fabric.setup_module(model), and make the optimizer of the parameters of this model."
+            f"{AFTER_SHARDING * any(map(is_any_sharded, known))}"
+        )
+
+    @staticmethod
+    def _check_owned(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Raise ValueError if an optimizer steps no parameter of the model."""
+        own = {*map(id, model.parameters())}
+        for optimizer in optimizers:
+            if own.isdisjoint(parameters_of([optimizer])):
+                remedy = "Make the optimizer of the parameters of this model."
+                if is_any_sharded(model):
+                    remedy = (
+                        "Sharding replaces the parameters, so set up the model first, model = "
+                        "fabric.setup_module(model). Then make the optimizer, and call fabric.setup_optimizers."
+                    )
+                raise ValueError(
+                    f"fabric.setup got a {type(optimizer).__name__} that steps no parameter of the "
+                    f"{type(model).__name__}. {remedy}"
+                )
+
+    # Training:
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Take an optimizer's step, after the checks and the clipping of gradients."""
+        trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
+        training = next(trainings, None)
+        if training is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        if isinstance(training, GradientTraining):
+            training.check_complete()
+        take, given = partial(super().optimizer_step, optimizer), kwargs.pop("closure", None)
+
+        def step(closure: Callable[[], Any]) -> Any:
+            if given is not None:
+                return take(closure=closure, **kwargs)
+            closure()  # the gradients are there; this only looks at them
+            return take(**kwargs)
+
+        return training.step(optimizer, given or _nothing, step)
+
+    def _exchange_pending(self) -> None:
+        for training in self._trainings.values():
+            training.exchange_pending()
+
+    def _is_set_up(self, value: Any) -> bool:
+        return isinstance(value, torch.nn.Module) and value in self._trainings
+
+
+def _nothing() -> None:
+    pass
