@@ -13,6 +13,7 @@ from lightning_sparse.replica_checkpoint import load_replica, save_replica
 from lightning_sparse.strategies import (
     AutoDDPStrategy,
     FabricSparseDDPStrategy,
+    FabricSparseHSDPStrategy,
     SparseDDPStrategy,
     SparseHSDPStrategy,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "AutoDDPStrategy",
     "Comm",
     "FabricSparseDDPStrategy",
+    "FabricSparseHSDPStrategy",
     "Method",
     "NonFiniteGradient",
     "ProcessGroupComm",

@@ -1,9 +1,8 @@
 """The strategies under both of Lightning's names, `pytorch_lightning` and `lightning.pytorch`.
 
 Importing this package registers the strategy names with each installed one. The two modules have the classes for each
-name. `SparseDDPStrategy` and `FabricSparseDDPStrategy` here are one of these classes each, and they work with Trainer
-and Fabric of both names. Lightning accepts them as strategies of both names. If a Trainer or a Fabric has the other
-name, the strategy changes its class.
+name. The classes here are from one of these modules, and they work with Trainer and Fabric of both names. Lightning
+accepts them as strategies of both names. If a Trainer or a Fabric has the other name, the strategy changes its class.
 """
 
 from __future__ import annotations
@@ -18,19 +17,28 @@ if TYPE_CHECKING:
     from lightning_sparse.strategies.pytorch_lightning import (
         AutoDDPStrategy,
         FabricSparseDDPStrategy,
+        FabricSparseHSDPStrategy,
         SparseDDPStrategy,
         SparseHSDPStrategy,
     )
 
-__all__ = ["AutoDDPStrategy", "FabricSparseDDPStrategy", "SparseDDPStrategy", "SparseHSDPStrategy"]
+__all__ = [
+    "AutoDDPStrategy",
+    "FabricSparseDDPStrategy",
+    "FabricSparseHSDPStrategy",
+    "SparseDDPStrategy",
+    "SparseHSDPStrategy",
+]
 
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{_name}.strategies").DDPStrategy.register(_module.SparseDDPStrategy)
     import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.SparseHSDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
+    import_module(f"{FABRIC[_name]}.strategies").ModelParallelStrategy.register(_module.FabricSparseHSDPStrategy)
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
     AutoDDPStrategy = _modules[CHOSEN].AutoDDPStrategy
     SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
     FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy
+    FabricSparseHSDPStrategy = _modules[CHOSEN].FabricSparseHSDPStrategy

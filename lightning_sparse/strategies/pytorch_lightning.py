@@ -2,10 +2,12 @@
 
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.auto import AutoDDP
 from lightning_sparse.strategies.fabric import FabricSparseDDP
+from lightning_sparse.strategies.fabric_hsdp import FabricSparseHSDP
 from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
@@ -38,7 +40,15 @@ class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):
     _namespace = "pytorch_lightning"
 
 
+class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy):
+    """`FabricSparseHSDP` for this namespace."""
+
+    __doc__ = FabricSparseHSDP.__doc__
+    _namespace = "pytorch_lightning"
+
+
 SparseDDPStrategy.register_strategies(StrategyRegistry)
 AutoDDPStrategy.register_strategies(StrategyRegistry)
 SparseHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)
+FabricSparseHSDPStrategy.register_strategies(STRATEGY_REGISTRY)

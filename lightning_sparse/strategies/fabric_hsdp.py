@@ -1,0 +1,212 @@
+"""Fabric's strategy for models that FSDP2 shards, without its base class. Replicas of the model exchange updates.
+
+    strategy = FabricSparseHSDPStrategy("topk", parallelize_fn=parallelize, replicas=2)
+    fabric = Fabric(strategy=strategy, devices=8)
+    fabric.launch()
+    model = fabric.setup_module(model)                         # calls parallelize(model, mesh)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))  # begins the exchange
+
+`hsdp_options` has the mesh and the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sparse import checkpoint as sidecars
+from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks.updates import check_all_stepped
+from lightning_sparse.methods import Method
+from lightning_sparse.replica_checkpoint import write_replica
+from lightning_sparse.shards import reshard, without_reduction
+from lightning_sparse.strategies.base import SparseStrategy
+from lightning_sparse.strategies.fabric_calls import FabricCalls
+from lightning_sparse.strategies.fit_checks import check_not_wrapped
+from lightning_sparse.strategies.hsdp_options import HSDPOptions
+from lightning_sparse.strategies.training import Training
+from lightning_sparse.strategies.update_training import UpdateTraining
+
+if TYPE_CHECKING:
+    from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
+else:
+    ModelParallelStrategy = object
+
+
+class ReductionControl:
+    """Fabric's switch for FSDP2's averages within a replica, see `Fabric.no_backward_sync`.
+
+    Lightning's switch also leaves them off after a block with `enabled=False`.
+    """
+
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients without averaging them."""
+        return without_reduction(module) if enabled else contextlib.nullcontext()
+
+
+def _unchanged(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    """Parallelize nothing: the user has sharded the model before."""
+    return module
+
+
+class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelStrategy):  # type: ignore[misc]
+    """Replicas of a sharded model with Fabric, with the options of `HSDPOptions`.
+
+    Args:
+        method: see `HSDPOptions`.
+        parallelize_fn: shards a model: it gets the model and the mesh, and returns the model. See Lightning's
+            ModelParallelStrategy. None: shard models yourself, after `fabric.launch()` and before you set them up, over
+            `fabric.strategy.device_mesh["data_parallel"]`.
+        **options: see `HSDPOptions`.
+    """
+
+    _class_name = "FabricSparseHSDPStrategy"
+    _sharding = (
+        "Call fully_shard(module, mesh=mesh['data_parallel']) with the module that holds it: in a function "
+        "parallelize(model, mesh) that returns the model, FabricSparseHSDPStrategy(..., parallelize_fn=parallelize); "
+        "or before you set up the model, with mesh=fabric.strategy.device_mesh['data_parallel']. Or freeze it by "
+        "requires_grad_(False)."
+    )
+
+    def __init__(
+        self,
+        method: str | Method = "topk",
+        *,
+        parallelize_fn: Callable[[Any, Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(method, parallelize_fn=parallelize_fn or _unchanged, **options)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._backward_sync_control: Any = ReductionControl()
+
+    @property
+    def _precision_name(self) -> str:
+        return str(self.precision.precision)
+
+    # Models and optimizers:
+
+    def _prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        check_not_wrapped(module, but="FSDPModule")
+        module = self._set_up(module)
+        if any(param.requires_grad for param in module.parameters()):
+            self._check_sharded(module)
+        return module
+
+    def _waits(self, module: torch.nn.Module) -> bool:
+        return not self._is_dense
+
+    def _begin_exchange(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> torch.nn.Module:
+        """Begin the exchange of a model; return it."""
+        if not self._is_dense:
+            with report_errors_to_peers():
+                reshard(module)
+                check_all_stepped(module, optimizers)
+        exchanger = self._begin_between_replicas(exchange_updates, module, optimizers)
+        if exchanger is None:
+            self._trainings[module] = Training()
+            return module
+        self._trainings[module] = training = UpdateTraining(self, exchanger)
+        training.note = self._note
+        self._began(training, "the strategy")
+        return module
+
+    # Training:
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Name the cause of an error in the block if a collective of the model broke off."""
+        try:
+            yield
+        except Exception as error:
+            for exchanger in self._exchangers:
+                exchanger.fail_in_model(error)
+            raise
+
+    @property
+    def backward(self) -> Callable[..., None]:  # type: ignore[override]
+        """Lightning's backward pass. The property keeps Lightning from taking it for another one."""
+        stock = super().backward
+
+        @functools.wraps(stock)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with self._explained():
+                stock(*args, **kwargs)
+
+        return backward
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip the gradient of a replica by its norm over all shards."""
+        with self._explained():
+            return super().clip_gradients_norm(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Take an optimizer's step, after the checks and the clipping of gradients."""
+        with self._explained():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    # Checkpoints:
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save a checkpoint, and the state in which replicas differ if `state` has all optimizers of the model.
+
+        It completes pending exchanges first.
+        """
+        self._exchange_pending()
+        write = partial(super().save_checkpoint, path, storage_options=storage_options, filter=filter)
+        checkpoint = {**state}
+        if self._is_distributed and self._replica:
+            # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
+            checkpoint = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        found = self._resumed(state) if self._is_distributed else None
+        if found is None:
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                remedy = "To resume bit for bit, save all optimizers, with save_distributed_checkpoint=True."
+                self._inform_of_no_residuals(path, remedy)
+            write(checkpoint)
+            return
+
+        def finish(entry: dict[str, Any]) -> None:
+            write({**checkpoint, sidecars.KEY: entry})
+
+        write_replica(self.broadcast(sidecars.absolute(path)), *found, finish)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint into the objects of `state`, on all ranks. It completes pending exchanges first.
+
+        `Fabric.load_raw` calls it with one object, and only this object is loaded.
+
+        Returns:
+            The items that were not restored.
+        """
+        if isinstance(state, torch.nn.Module | Optimizer):
+            return super().load_checkpoint(path, state, *args, **kwargs)
+        self._exchange_pending()
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        info = rest.pop(sidecars.KEY, None)
+        if (found := self._resumed(state)) is not None:
+            self._load_replica(path, info, *found)
+        for training in self._trainings.values():
+            training.begin()  # from replica 0's weights
+        return rest
+
+    @property
+    def _exchangers(self) -> list[Any]:
+        return [training.exchanger for training in self._trainings.values() if training.exchanger is not None]
+
+    def _resumed(self, state: Mapping[str, Any]) -> tuple[torch.nn.Module, Any] | None:
+        """Return a model with its exchange if a checkpoint's state has the model and all its optimizers."""
+        held = {id(value) for value in state.values()}
+        for module, training in self._trainings.items():
+            if training.exchanger is not None and held.issuperset({id(module), *map(id, training.optimizers)}):
+                return module, training.exchanger
+        return None

@@ -1,0 +1,746 @@
+"""Fabric(strategy="topk_hsdp"): replicas of a model that FSDP2 shards. Four ranks: two replicas of two shards."""
+
+import atexit
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.fabric
+import lightning_fabric
+import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sparse import METHODS, FabricSparseHSDPStrategy, attach_updates, exchange_pending
+from lightning_sparse import checkpoint as sidecars
+from lightning_sparse.shards import local
+from lightning_sparse.strategies.lightning_pytorch import FabricSparseHSDPStrategy as ForLightning
+from lightning_sparse.strategies.pytorch_lightning import FabricSparseHSDPStrategy as ForPytorchLightning
+from tests.integration.failing import SOON, caught
+from tests.integration.sharded import STEPS, Module, fitted
+from tests.integration.sharded import hsdp as trainers
+from tests.integration.trainers import Messages, lightning_ranks
+from tests.processes import run_program
+from tests.support.shards import EXACT, difference, loss_of, mesh_of, net, own, shard, steps, whole
+from tests.support.tiers import full, tiers
+
+ROOT = Path(__file__).parents[2]
+SPARSE = {"method": "topk", "density": 0.2}
+
+
+def parallelize(model: Any, mesh: Any) -> Any:
+    return shard(model, mesh["data_parallel"])
+
+
+def hsdp(method: Any = EXACT, **options: Any) -> FabricSparseHSDPStrategy:
+    own = {"parallelize_fn": parallelize, "replicas": 2, "process_group_backend": "gloo"}
+    return FabricSparseHSDPStrategy(method, **{**own, **options})
+
+
+def launched(strategy: Any, **options: Any) -> Any:
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def set_up(strategy: Any, kind: Any = torch.optim.AdamW, lr: float = 0.01, **options: Any) -> tuple[Any, Any, Any]:
+    """Return Fabric, the model and its optimizer, as Fabric's documentation has it."""
+    fabric = launched(strategy, **options)
+    model = fabric.setup_module(net())
+    return fabric, model, fabric.setup_optimizers(kind(model.parameters(), lr=lr))
+
+
+def train(
+    fabric: Any,
+    model: Any,
+    *optimizers: Any,
+    count: int = STEPS,
+    first: int = 0,
+    micro: int = 1,
+    clip: float | None = None,
+    skip: bool = False,
+    on: Callable[[int, Tensor], Tensor] = lambda step, loss: loss,
+) -> None:
+    """A training loop. `skip`: without FSDP2's averages in all micro-batches but the last."""
+    for step in range(first, first + count):
+        for piece in range(micro):
+            with fabric.no_backward_sync(model, enabled=skip and piece < micro - 1):
+                part, parts = fabric.global_rank * micro + piece, fabric.world_size * micro
+                fabric.backward(on(step, loss_of(model, step, part, parts)) / micro)
+        for optimizer in optimizers:
+            if clip is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return whole(model.module)
+
+
+# Weights:
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "loop"),
+    tiers(
+        [
+            (SPARSE, "32-true", {"clip": 0.05, "micro": 2}),
+            ({"method": "topk"}, "32-true", {}),
+            ({**SPARSE, "clip_norm": 0.05}, "32-true", {}),
+            ({**SPARSE, "local_steps": 3}, "32-true", {}),
+            ({**SPARSE, "overlap": "next_step"}, "32-true", {}),
+            ({**SPARSE, "granularity": "layer", "seed": 3}, "32-true", {}),
+            (SPARSE, "bf16-mixed", {}),
+            ({"method": "diloco", "local_steps": 2}, "32-true", {}),
+        ],
+        [(SPARSE, "32-true", {"clip": 0.05, "micro": 2})],
+    ),
+    ids=str,
+)
+def test_weights_are_bit_equal_to_the_trainers(strategy, precision, loop):
+    micro, clip = loop.get("micro", 1), loop.get("clip")
+
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp(**strategy), precision=precision)
+        with torch.no_grad():  # only of this rank: the exchange has begun from replica 0's weights
+            start = weights(model)
+        train(fabric, model, optimizer, **loop)
+        exchange_pending(optimizer)
+        options = {"accumulate_grad_batches": micro, "gradient_clip_val": clip, "precision": precision}
+        module, _ = fitted(trainers(**strategy), Module(micro=micro), **options)
+        (reducer,) = fabric.strategy.reducers
+        return weights(model), whole(module.net), start, reducer.comm.size
+
+    results = lightning_ranks(4, run)
+    for ours, expected, start, replicas in results:
+        assert equal(ours, expected)
+        assert equal(ours, results[0][0])
+        assert not equal(ours, start)
+        assert replicas == 2
+
+
+@full
+def test_the_mean_of_sgds_updates_is_the_update_of_the_mean_and_dense_replicas_are_fsdp2s_own():
+    def run(rank: int) -> Any:
+        found = {}
+        for name, strategy in (("exact", hsdp()), ("dense", hsdp("dense"))):
+            fabric, model, optimizer = set_up(strategy, torch.optim.SGD, 0.05)
+            train(fabric, model, optimizer, micro=2, skip=name == "dense")
+            found[name] = weights(model)
+        mesh = mesh_of()
+        stock = shard(net(), mesh)  # FSDP2 averages over both dimensions of the mesh
+        optimizer = torch.optim.SGD(stock.parameters(), lr=0.05)
+        for step in range(STEPS):
+            for piece in range(2):
+                stock.set_requires_gradient_sync(piece == 1)
+                (loss_of(stock, step, rank * 2 + piece, 8) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found["stock"] = whole(stock)
+        return found, whole(net()), fabric.strategy.reducers
+
+    for found, start, reducers in lightning_ranks(4, run):
+        assert reducers == []
+        assert equal(found["dense"], found["stock"])
+        # A step rounds weights below 1 to 2^-25 at most, in x - lr * g and in x - mean. Each later step may enlarge the
+        # sum of these errors by 1 + lr * L, with a curvature L below 10: less than 1.5^6 = 12 times in six steps.
+        assert difference(found["exact"], found["stock"]) < STEPS * 2 * 2**-25 * 12
+        assert difference(found["exact"], start) > 0.01
+
+
+@full
+def test_no_backward_sync_skips_averages_within_a_replica_and_nothing_moves_between_replicas_before_the_step():
+    """Beside FSDP2's own switch. Lightning's leaves the averages off after a block with `enabled=False`."""
+
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp("topk", density=0.2))
+        (reducer,) = fabric.strategy.reducers
+        sent, averaged = [0], []
+        for step in range(STEPS):
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss_of(model, step, rank * 2, 8) / 2)
+            averaged += [param.grad is not None for param in model.parameters()]
+            with fabric.no_backward_sync(model, enabled=False):
+                pass
+            fabric.backward(loss_of(model, step, rank * 2 + 1, 8) / 2)
+            assert reducer.comm.sent_bytes == sent[-1]
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(reducer.comm.sent_bytes)
+        mesh = mesh_of()
+        expected = shard(net(), mesh["shard"])
+        optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
+        attach_updates(expected, optimizer, "topk", density=0.2, group=mesh["replicate"].get_group())
+        for step in range(STEPS):
+            for piece in range(2):
+                expected.set_requires_gradient_sync(piece == 1)
+                (loss_of(expected, step, rank * 2 + piece, 8) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model), whole(expected), sent, averaged
+
+    for ours, expected, sent, averaged in lightning_ranks(4, run):
+        assert equal(ours, expected)
+        assert averaged
+        assert not any(averaged)
+        assert sorted({*sent}) == sent, "each step has sent something"
+
+
+@full
+def test_clipping_returns_the_norm_of_the_replica_and_on_nonfinite_skips_its_step():
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp("topk", density=0.2, on_nonfinite="skip"))
+        loss_of(model, 0, rank, 4).backward()  # as stock: Lightning requires fabric.backward for some strategies only
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1e-3).full_tensor()
+        clipped = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+        optimizer.zero_grad()
+        alone = net()  # has the mean of the losses of both ranks of the replica
+        sum(loss_of(alone, 0, rank // 2 * 2 + part, 4) / 2 for part in range(2)).backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+        train(fabric, model, optimizer, on=lambda step, loss: loss * float("nan" if rank == 3 and step == 2 else 1))
+        return float(norm), float(expected), float(clipped), weights(model)
+
+    results = lightning_ranks(4, run)
+    for norm, expected, clipped, found in results:
+        assert norm == pytest.approx(expected, rel=1e-5)  # sums of at most 100 elements in fp32, in another order
+        assert clipped == pytest.approx(1e-3, rel=1e-5)
+        assert all(x.isfinite().all() for x in found.values())
+        assert equal(found, results[0][3])
+    assert abs(results[0][0] - results[2][0]) > 1e-3, "replicas have other batches"
+
+
+@full
+def test_bf16_weights():
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp("topk", density=0.2), precision="bf16-true")
+        start = weights(model)
+        train(fabric, model, optimizer, clip=0.05)
+        return weights(model), start
+
+    ranks = lightning_ranks(4, run)
+    for found, start in ranks:
+        assert {x.dtype for x in found.values()} == {torch.bfloat16}
+        assert equal(found, ranks[0][0])
+        assert not equal(found, start)
+
+
+# Models and optimizers, together and apart:
+
+
+@full
+def test_a_model_that_the_user_has_sharded_is_set_up_by_the_string_together_and_apart():
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp("topk", density=0.2))
+        train(fabric, model, optimizer)
+        found = [weights(model)]
+        for together in (True, False):
+            fabric = launched(hsdp("topk", density=0.2, parallelize_fn=None))
+            model = shard(net(), fabric.strategy.device_mesh["data_parallel"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            loss_of(model, 0, 0, 1)  # leaves whole parameters in the root module
+            if together:
+                model, optimizer = fabric.setup(model, optimizer)
+            else:
+                model, optimizer = fabric.setup(model), fabric.setup_optimizers(optimizer)
+            train(fabric, model, optimizer)
+            found.append(weights(model))
+        messages = Messages()
+        fabric = launched("topk_hsdp")  # one node, one replica
+        model = shard(net(), fabric.strategy.device_mesh["data_parallel"])
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        train(fabric, model, optimizer)
+        inference = fabric.setup_module(
+            shard(net().requires_grad_(False), fabric.strategy.device_mesh["data_parallel"])
+        )
+        return (
+            found,
+            messages.texts,
+            fabric.strategy.device_mesh.shape,
+            len(fabric.strategy.reducers),
+            inference(torch.ones(1, 8)),
+        )
+
+    for rank, ((first, *others), texts, shape, reducers, output) in enumerate(lightning_ranks(4, run)):
+        assert all(equal(first, other) for other in others)
+        assert tuple(shape) == (1, 4, 1)
+        assert reducers == 1
+        assert output.shape == (1, 1)
+        assert len(texts) == (rank == 0), texts
+        assert all("on one replica sends nothing to anybody" in text for text in texts)
+        assert all("strategy='dense_hsdp'" in text for text in texts)
+
+
+@full
+def test_several_optimizers_wait_for_each_other_and_several_models_train_apart():
+    def run(rank: int) -> Any:
+        fabric = launched(hsdp("topk", density=0.2))
+        model = fabric.setup_module(net())
+        first, last = ([*model.parameters()][part] for part in (slice(0, 2), slice(2, None)))
+        first, last = torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(last, lr=0.05)
+        first = fabric.setup_optimizers(first)
+        assert fabric.strategy.reducers == []
+        early = caught(first.step)  # it has no gradients yet
+        last = fabric.setup_optimizers(last)
+        train(fabric, model, first, last)
+        other = fabric.setup_module(net())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(other.parameters(), lr=0.01))
+        train(fabric, other, optimizer)
+        apart, alone, only = set_up(hsdp("topk", density=0.2))
+        train(apart, alone, only)
+        plain = shard(net(), (mesh := mesh_of())["shard"])
+        parts = [*plain.parameters()]
+        optimizers = [torch.optim.AdamW(parts[:2], lr=0.01), torch.optim.SGD(parts[2:], lr=0.05)]
+        attach_updates(plain, optimizers, "topk", density=0.2, group=mesh["replicate"].get_group())
+        for _ in steps(plain, optimizers[0], rank, 4):
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        return weights(model), whole(plain), weights(other), weights(alone), len(fabric.strategy.reducers), early
+
+    for two, plain, other, alone, reducers, (kind, text, _) in lightning_ranks(4, run):
+        assert equal(two, plain)
+        assert kind == "RuntimeError"
+        assert "pass it to fabric.setup or fabric.setup_optimizers" in text
+        assert equal(other, alone)
+        assert reducers == 2
+
+
+@full
+@pytest.mark.parametrize("options", [{"local_steps": 3}, {"overlap": "next_step"}], ids=str)
+def test_weights_are_equal_after_exchange_pending(options):
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp("topk", density=0.2, **options))
+        train(fabric, model, optimizer, count=4)
+        before = own(model.parameters())
+        exchange_pending(optimizer)
+        return before, weights(model)
+
+    (first, weights_), _, (second, _), (_, others) = lightning_ranks(4, run)
+    assert not torch.equal(first, second), "the same shard in both replicas"
+    assert equal(weights_, others)
+
+
+# Checkpoints:
+
+
+def resumable(rank: int, path: Any, resumes: bool = False, stops: bool = False, **options: Any) -> dict[str, Any]:
+    """Train six steps, with a checkpoint after three; or the last three, from a checkpoint."""
+    lines: list[str] = []
+    fabric, model, optimizer = set_up(hsdp(**{**SPARSE, **options}))
+    fabric.strategy.inform = lines.append
+    (exchange,) = fabric.strategy._exchangers
+    state, rest = {"model": model, "optimizer": optimizer, "step": 0}, {}
+    if resumes:
+        rest = fabric.load(path, state)
+    else:
+        train(fabric, model, optimizer, count=3)
+        state |= {"step": 3}
+        fabric.save(path, {**state, "more": "kept"})
+    moments = [x["exp_avg"].to_local().clone() for x in optimizer.optimizer.state.values()]
+    residual = exchange.reducer.state_dict()["elements"]["residual"]
+    if not stops:
+        train(fabric, model, optimizer, first=state["step"], count=3)
+        exchange_pending(optimizer)
+    return {
+        "weights": weights(model),
+        "moments": torch.cat([x.flatten() for x in moments]),
+        "lines": lines,
+        "residual": torch.cat([x.double().flatten() for x in residual.values()]),
+        "rest": rest,
+        "step": state["step"],
+        "steps": exchange.reducer.step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    tiers([({}, ()), ({}, (1, 4)), ({"overlap": "next_step"}, ()), ({"local_steps": 2}, ())], [({}, ())]),
+    ids=str,
+)
+def test_resumes_bit_for_bit_and_goes_on_with_another_number_of_replicas(options, replicas, tmp_path):
+    def run(rank: int) -> Any:
+        whole_run = resumable(rank, tmp_path / "a.ckpt", **options)
+        resumed = resumable(rank, tmp_path / "a.ckpt", resumes=True, **options)
+        others = [resumable(rank, tmp_path / "a.ckpt", resumes=True, replicas=n, **options) for n in replicas]
+        return whole_run, resumed, others
+
+    ranks = lightning_ranks(4, run)
+    for whole_run, resumed, others in ranks:
+        for name in ("weights", "moments", "residual", "steps"):
+            a, b = whole_run[name], resumed[name]
+            assert equal(a, b) if isinstance(a, dict) else torch.equal(a, b) if isinstance(a, Tensor) else a == b, name
+        assert resumed["step"] == 3
+        assert resumed["rest"] == {"more": "kept"}
+        assert resumed["lines"] == []
+        assert all(equal(x["weights"], other["weights"]) for x, other in zip(others, ranks[0][2], strict=True))
+    assert not torch.equal(ranks[0][0]["moments"], ranks[2][0]["moments"]), "of the same shard in both replicas"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "a.ckpt.residuals"}
+    # The mean of all residuals stays, summed over all elements. With one replica, ranks hold quarters of the model.
+    sums = [sum(float(rank[0]["residual"].sum()) for rank in ranks) / 2]
+    sums += [sum(float(rank[2][i]["residual"].sum()) for rank in ranks) / n for i, n in enumerate(replicas)]
+    assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-5)
+    assert sums[0] != 0
+
+
+@full
+def test_checkpoints_of_stock_and_for_stock(tmp_path):
+    def run(rank: int) -> Any:
+        ours = resumable(rank, tmp_path / "ours.ckpt", stops=True)
+        stock = ModelParallelStrategy(
+            lambda m, mesh: shard(m, mesh["data_parallel"]), 4, 1, process_group_backend="gloo"
+        )
+        fabric, model, optimizer = set_up(stock)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        rest = fabric.load(tmp_path / "ours.ckpt", state)
+        loaded, moments = weights(model), [x["exp_avg"].full_tensor() for x in optimizer.optimizer.state.values()]
+        fabric.save(tmp_path / "stock.ckpt", state)
+        back = resumable(rank, tmp_path / "stock.ckpt", resumes=True, stops=True)
+        return ours, loaded, torch.cat([x.flatten() for x in moments]), rest, back
+
+    ranks = lightning_ranks(4, run)
+    own_moments = [rank[0]["moments"] for rank in ranks[:2]]
+    for rank, (ours, loaded, moments, rest, back) in enumerate(ranks):
+        assert equal(ours["weights"], loaded)
+        assert equal(ours["weights"], back["weights"])
+        # Of replica 0. Sums, because a rank's shards are parts of each parameter.
+        assert float(moments.double().sum()) == pytest.approx(sum(float(x.double().sum()) for x in own_moments))
+        assert [*rest] == ["more", sidecars.KEY]
+        assert not back["residual"].any()
+        assert len(back["lines"]) == (rank == 0)
+        assert all("holds no residuals of shards: they start at 0" in line for line in back["lines"])
+
+
+@full
+def test_other_saves_and_loads(tmp_path):
+    """One file, weights alone, one of two optimizers, an object alone, and a save that fails."""
+
+    def run(rank: int) -> Any:
+        lines: list[str] = []
+        fabric, model, optimizer = set_up(hsdp(**SPARSE, save_distributed_checkpoint=False))
+        fabric.strategy.inform = lines.append
+        train(fabric, model, optimizer, count=2)
+        state = {"model": model, "optimizer": optimizer}
+        fabric.save(tmp_path / "one.ckpt", state)
+        raw = torch.load(tmp_path / "one.ckpt", weights_only=True)["model"]
+        saved = weights(model)
+        train(fabric, model, optimizer, count=1, first=2)
+        fabric.load(tmp_path / "one.ckpt", state)
+        again = weights(model)
+        if rank == 0:
+            torch.save(raw, tmp_path / "raw.pt")
+        fabric.barrier()
+        train(fabric, model, optimizer, count=1, first=2)
+        fabric.load_raw(tmp_path / "raw.pt", model)
+        loaded = weights(model)
+        train(fabric, model, optimizer, count=1, first=2)
+
+        fabric, model, optimizer = set_up(hsdp(**SPARSE))
+        fabric.strategy.inform = lines.append
+        train(fabric, model, optimizer, count=2)
+        state = {"model": model, "optimizer": optimizer}
+        fabric.save(tmp_path / "weights.ckpt", {"model": model})
+        fabric.save(tmp_path / "whole.ckpt", state)
+        errors = [caught(lambda: fabric.load(tmp_path / "none.ckpt", state))]
+        errors += [caught(lambda: fabric.load(tmp_path / "whole.ckpt"))]
+        errors += [caught(lambda: fabric.save(tmp_path / "whole.ckpt", state, filter={"model": lambda *_: True}))]
+        fabric.barrier()
+        if rank == 0:
+            (file,) = (tmp_path / "whole.ckpt.residuals").glob("*rank3*")
+            file.write_bytes(file.read_bytes()[:-100])
+        fabric.barrier()
+        errors += [caught(lambda: fabric.load(tmp_path / "whole.ckpt", state))]
+        fabric.load(tmp_path / "weights.ckpt", {"model": model})
+        return saved, raw, again, loaded, weights(model), lines, errors
+
+    ranks = lightning_ranks(4, run)
+    for rank, (saved, raw, again, loaded, now, lines, errors) in enumerate(ranks):
+        assert equal(saved, raw)
+        assert equal(saved, again)
+        assert equal(saved, loaded)
+        assert equal(now, ranks[0][4])
+        assert [kind for kind, *_ in errors] == ["ValueError", "ValueError", "OSError", "ValueError"]
+        for (_, text, seconds), part in zip(errors, ["none", "a model", "filtered", "is damaged"], strict=True):
+            assert part in text
+            assert seconds < SOON
+        texts = ["one.ckpt' holds the weights and the first replica's optimizer, and no residuals", "they start at 0"]
+        assert len(lines) == (len(texts) if rank == 0 else 0), lines
+        assert all(text in line for text, line in zip(texts, lines, strict=False))
+    assert not (tmp_path / "weights.ckpt.residuals").exists()
+    assert len([*(tmp_path / "whole.ckpt.residuals").iterdir()]) == 4, "the save that failed has left no files"
+
+
+# Failures:
+
+
+@full
+def test_settings_that_differ_on_one_rank_are_an_error_on_all():
+    def run(rank: int) -> Any:
+        odd = rank == 3
+
+        def broken(model: Any, mesh: Any) -> Any:
+            if odd:
+                raise KeyError("no such layer")
+            return parallelize(model, mesh)
+
+        def refused(model: Any, mesh: Any) -> Any:
+            return fully_shard(model, mesh=mesh["data_parallel"], ignored_params={model[0].weight} if odd else None)
+
+        return [
+            caught(lambda: launched(hsdp(replicas=1 if odd else 2))),
+            caught(lambda: launched(hsdp(replicas=3 if odd else 2))),
+            caught(lambda: set_up(hsdp("topk", density=0.1 if odd else 0.2))),
+            caught(lambda: set_up(hsdp("topk"), torch.optim.SGD if odd else torch.optim.AdamW)),
+            caught(lambda: set_up(hsdp("dense" if odd else "topk"))),
+            caught(lambda: set_up(hsdp("topk", parallelize_fn=broken))),
+            caught(lambda: set_up(hsdp("topk", parallelize_fn=refused))),
+            caught(lambda: set_up(hsdp("topk"))),
+        ]
+
+    for rank, found in enumerate(lightning_ranks(4, run)):
+        texts = ["in mesh", "does not divide the 4 ranks", "density", "in exchange", "in exchange", "no such layer"]
+        for (kind, text, seconds), part in zip(found, [*texts, "'0.weight' is not sharded", ""], strict=False):
+            assert part in text, (rank, part, text)
+            assert seconds < SOON
+            assert kind == ("no error" if not part else kind)
+        assert [kind for kind, *_ in found][-1] == "no error"
+        assert "no error" not in [kind for kind, *_ in found][:-1]
+
+
+def failing(rank: int, event: str, folder: Path) -> None:
+    """Train until rank 3 fails, note the error and the time, and end like a script."""
+    fabric, model, optimizer = set_up(hsdp("topk", density=0.2))
+    last = model.module[4] if event == "backward" else model.module[0]
+    started = time.monotonic()
+
+    def die(*_: Any) -> None:
+        os._exit(1)
+
+    def poison(*_: Any) -> None:
+        local(model.module[0].weight.grad).fill_(float("nan"))
+
+    def fail(step: int, loss: Tensor) -> Tensor:
+        nonlocal started
+        if step < 2:
+            started = time.monotonic()
+        elif step == 2 and rank == 3:
+            if event == "nan":
+                return loss * float("nan")
+            if event == "error":
+                raise KeyError("a bad batch")
+            if event == "nan in a shard":
+                optimizer.optimizer.register_step_pre_hook(poison)
+            elif event == "forward":
+                last.register_forward_pre_hook(die)
+            elif event == "backward":
+                last.register_full_backward_pre_hook(die)
+            else:
+                optimizer.optimizer.register_step_pre_hook(die)
+        return loss
+
+    try:
+        train(fabric, model, optimizer, count=1000, on=fail)
+    except Exception as error:
+        sys.last_value = error
+        text = f"{type(error).__name__}: {error}"
+        (folder / str(rank)).write_text(json.dumps([text, time.monotonic() - started]))
+    if rank == 0:  # it hosts the store
+        deadline = time.monotonic() + 3
+        while len([*folder.iterdir()]) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    atexit._run_exitfuncs()
+    os._exit(1)
+
+
+CAUSES = {
+    "nan": "not finite on rank [23] at step 2",
+    "nan in a shard": "The update of '0.weight' is not finite on rank 3 at step 2",
+    "error": "(No answer from rank 3|[Rr]ank 3 (has ended|failed))",
+    "forward": "No answer from rank 3",
+    "backward": "No answer from rank 3",
+    "step": "No answer from rank 3",
+}
+
+
+@full
+@pytest.mark.parametrize("event", CAUSES)
+def test_a_failure_on_one_rank_ends_all_ranks_with_the_cause(event, tmp_path):
+    lightning_ranks(4, failing, event, tmp_path)
+    found = {int(path.name): json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert found.keys() >= {0, 1, 2}
+    for rank, (text, seconds) in found.items():
+        assert re.search(CAUSES[event] if rank != 3 or "nan" in event else "a bad batch", text), (rank, text)
+        assert seconds < SOON
+
+
+# Wrong inputs:
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """Stands for FSDP1's, which needs a GPU."""
+
+
+@full
+def test_models_and_optimizers_that_it_refuses():
+    def run(rank: int) -> Any:
+        def with_options(model: Any = None, kind: Any = torch.optim.AdamW, **options: Any) -> Callable[[], Any]:
+            def begin() -> None:
+                fabric = launched(hsdp("topk", **options))
+                ready = fabric.setup_module(model or net())
+                fabric.setup_optimizers(kind(ready.parameters(), lr=0.1))
+
+            return begin
+
+        def together() -> None:
+            model = net()
+            launched(hsdp("topk")).setup(model, torch.optim.AdamW(model.parameters()))
+
+        def made_before() -> None:
+            model = net()
+            fabric, optimizer = launched(hsdp("topk")), torch.optim.AdamW(model.parameters())
+            fabric.setup_module(model)
+            fabric.setup_optimizers(optimizer)
+
+        def both_dimensions(model: Any, mesh: Any) -> Any:
+            return shard(model, mesh["replicate", "data_parallel"])
+
+        def partly(model: Any, mesh: Any) -> Any:
+            return fully_shard(model, mesh=mesh["data_parallel"], ignored_params={model[0].bias})
+
+        def nothing(model: Any, mesh: Any) -> Any:
+            return model
+
+        def no_model(model: Any, mesh: Any) -> Any:
+            return None
+
+        return {
+            "does not divide the 4 ranks": caught(with_options(replicas=3)),
+            "with a DistributedDataParallel": caught(with_options(nn.parallel.DistributedDataParallel(net()))),
+            "with a FullyShardedDataParallel": caught(with_options(FullyShardedDataParallel(net()))),
+            "set up the model first, model = fabric.setup_module(model)": caught(together),
+            "Create the optimizer after fully_shard": caught(made_before),
+            "shares '0.weight' with rank": caught(with_options(parallelize_fn=both_dimensions)),
+            "whose '0.bias' is not sharded over the mesh dimension": caught(with_options(parallelize_fn=partly)),
+            "whose '0.weight' is not sharded over the mesh": caught(with_options(parallelize_fn=nothing)),
+            "parallelize_fn=parallelize); or before you set up": caught(with_options(parallelize_fn=None)),
+            "must return a `nn.Module` instance": caught(with_options(parallelize_fn=no_model)),
+            "LBFGS": caught(with_options(kind=torch.optim.LBFGS)),
+            "'0.weight' is in no module of fully_shard": caught(
+                lambda: launched(hsdp("dense", replicas=4, parallelize_fn=nothing)).setup_module(net())
+            ),
+            "": caught(with_options()),
+        }
+
+    for found in lightning_ranks(4, run):
+        for part, (kind, text, seconds) in found.items():
+            assert part in text, (part, text)
+            assert kind in (("ValueError", "TypeError", "RankFailure") if part else ("no error",))
+            assert seconds < SOON
+
+
+@full
+@pytest.mark.parametrize("precision", ["16-true", "a plugin"])
+def test_precisions_that_it_refuses(precision):
+    def run(rank: int) -> Any:
+        options: dict[str, Any] = {"precision": precision}
+        if precision == "a plugin":
+            scaler = torch.amp.GradScaler("cpu")
+            options = {"plugins": MixedPrecision("16-mixed", device="cpu", scaler=scaler)}
+        return caught(lambda: launched(hsdp("topk"), **options))
+
+    for kind, text, _ in lightning_ranks(4, run):
+        assert kind == "ValueError"
+        assert "FabricSparseHSDPStrategy with precision='16-" in text
+        assert "choose 32-true or bf16-mixed or bf16-true" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replicas": 0}, r"FabricSparseHSDPStrategy\(replicas=0\): give 'auto' or a positive integer"),
+        ({"overlap": "backward"}, "exchanged after backward. Leave overlap out"),
+        ({"hierarchical": True}, "averages gradients within a replica already"),
+        ({"start_method": "spawn"}, "FSDP2 does not support ranks that are forked or spawned"),
+        ({"method": "signsgd"}, "makes no mean"),
+        ({"densty": 0.1}, "has no option 'densty'"),
+        ({"density_warmup": [0.5]}, "density_warmup_steps"),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        FabricSparseHSDPStrategy(**options)
+
+
+# Lightning's two names, data and launches:
+
+
+@pytest.mark.parametrize("package", [lightning_fabric, lightning.fabric])
+def test_names_and_both_namespaces(package):
+    registry = package.strategies.STRATEGY_REGISTRY
+    for name, spec in METHODS.items():
+        assert (f"{name}_hsdp" in registry) == spec.aggregator.averages
+    for made in ("topk_hsdp", ForLightning("topk", replicas=2), ForPytorchLightning("topk", replicas=2)):
+        strategy = package.Fabric(strategy=made, accelerator="cpu", devices=2).strategy
+        assert isinstance(strategy, package.strategies.ModelParallelStrategy)
+        assert type(strategy).__mro__[-3].__module__.startswith(f"{package.__name__}.")
+        assert strategy._arguments["replicas"] == ("auto" if made == "topk_hsdp" else 2)
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='topk_hsdp_spawn'`"):
+        package.Fabric(strategy="topk_hsdp_spawn", accelerator="cpu", devices=2)
+    with pytest.raises(ValueError, match="precision='16-mixed'"):
+        package.Fabric(strategy="topk_hsdp", accelerator="cpu", devices=2, precision="16-mixed")
+
+
+@full
+def test_ranks_read_other_parts_of_the_data_but_tensor_parallel_ranks_share_one():
+    def run(rank: int) -> Any:
+        seen = []
+        for options in ({"replicas": 2}, {"replicas": 1, "tensor_parallel_size": 2}):
+            fabric = launched(hsdp("topk", **options))
+            loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(range(16), batch_size=4))
+            seen.append([int(x) for batch in loader for x in batch])
+        return seen
+
+    parts, shared = zip(*lightning_ranks(4, run), strict=True)
+    assert sorted(x for part in parts for x in part) == [*range(16)]
+    assert shared[0] == shared[1]
+    assert shared[2] == shared[3]
+    assert sorted(shared[0] + shared[2]) == [*range(16)]
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone")
+FAILS = "loss = {}['a bad batch'] if fabric.global_rank == 3 and step == 2 else "
+SUMS = (
+    "open(f'{fabric.global_rank}', 'w').write(str([float(x.full_tensor().double().sum()) for x in model.parameters()]))"
+)
+
+
+@full
+@pytest.mark.parametrize(("package", "launcher"), [("lightning_fabric", ()), ("lightning.fabric", TORCHRUN)])
+def test_the_pages_example_in_programs_that_train_and_that_fail(package, launcher, tmp_path):
+    _, _, page = (ROOT / "docs" / "sharded.md").read_text().partition("## With Fabric")
+    text = page.partition("```python\n")[2].partition("```")[0].replace("range(100)", "range(4)")
+    text = text.replace("from lightning.fabric", f"from {package}").replace("loss = ", FAILS if launcher else "loss = ")
+    (tmp_path / "train.py").write_text(text + SUMS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_program(["env", f"--chdir={tmp_path}", sys.executable, *launcher, "train.py"], env, 180)
+    if launcher:
+        assert done.returncode != 0
+        assert "KeyError: 'a bad batch'" in done.stderr
+        assert "Rank 3 failed" in done.stderr, done.stderr[-3000:]
+        return
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len({(tmp_path / str(rank)).read_text() for rank in range(4)}) == 1
+    assert (tmp_path / "last.ckpt.residuals").is_dir()
+    assert "2 replicas of 2 ranks each" in done.stderr + done.stdout
