@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,11 +38,11 @@ from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Numbers, Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
-from lightning_sparse.trained import DELAYED, TRAINED
+from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 
 KEY = "lightning_sparse_auto"
 """Key of the choice in a checkpoint."""
-STOCK = "ddp"
+STOCK, BF16 = "ddp", "ddp, bf16"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
@@ -95,7 +96,7 @@ class AutoDDP:
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
 
     It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
-    within a hundred steps. It looks again every few hundred steps, and decides anew if steps take another time.
+    within a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
 
     Args:
         seed: the seed of the methods' random choices.
@@ -152,8 +153,8 @@ class AutoDDP:
         self._reducer = None
         with self._own_buckets():
             ddp = self._wrap()
-        training = StockTraining(StockExchanger(ddp, self._auto.reducer_options, self._timeout), self.optimizers)
-        self._begin_fit(trainer, training, "")
+        stock = StockExchanger(ddp, self._auto.reducer_options, self._timeout, in_bfloat16=name == BF16)
+        self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
 
     @contextlib.contextmanager
     def _own_buckets(self) -> Iterator[None]:
@@ -171,7 +172,7 @@ class AutoDDP:
         if not isinstance(training, StockTraining):
             super()._began(training, self._auto.reason, loggers)
         elif self.global_rank == 0:
-            self.inform(f"Stock all-reduce on {self.world_size} ranks. Chosen by {self._auto.reason}.")
+            self.inform(f"{self.world_size} ranks. {training.exchanger.note} Chosen by {self._auto.reason}.")
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -267,7 +268,7 @@ class _Choice:
         base: the options of TopK.
 
     Attributes:
-        options: the options of each candidate, by name; None of stock all-reduce.
+        options: the options of each candidate, by name; None of dense all-reduce.
         tuner: decides.
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
@@ -315,7 +316,8 @@ class _Choice:
                 what, method = options.choose(strategy.optimizers)[0], options.method
                 if what == "update":
                     method = replace(options.for_updates(method, strategy.world_size)[0], update_rule=None)
-            links[name] = step(method, work, strategy.world_size, self._link, Costs()).seconds
+            nbytes = 2 if name == BF16 else 4
+            links[name] = step(method, work, strategy.world_size, self._link, Costs(), dense_bytes=nbytes).seconds
         return links
 
     def _link_text(self) -> str:
@@ -327,8 +329,10 @@ class _Choice:
             return False
         self._step = done
         exposed = strategy.reducer.seconds["exposed"]
-        waited, self._waited = exposed - self._waited, exposed
-        return self.tuner.note(Numbers(self.clock.take(), max(0.0, waited)))
+        waited, self._waited = max(0.0, exposed - self._waited), exposed
+        if isinstance(strategy._training, StockTraining):
+            waited = math.nan
+        return self.tuner.note(Numbers(self.clock.take(), waited))
 
     def decide(self, strategy: AutoDDP) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
@@ -364,21 +368,20 @@ def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[
         return found
     what = base.choose(optimizers)[0]
     trained = TRAINED["adamw" if what == "update" else "sgd"]
+    halves = any(param.dtype is torch.float32 for param in strategy.lightning_module.parameters())
+    if what == "update" and ranks <= BFLOAT16 and halves:
+        found[BF16] = None
     # Entries that were clipped or scaled after the exchange would not belong to the residuals.
     changes_gradients = bool(trainer.gradient_clip_val) or strategy.scaler is not None
     if trained["topk"] >= ranks and (what == "update" or not changes_gradients):
         found["topk"] = base
-    if what == "update" and ranks <= DELAYED and not any(_averages_weights(each) for each in trainer.callbacks):
+    # Weights differ among ranks while an exchange is pending, and a callback may average them then.
+    if what == "update" and ranks <= DELAYED and not any(hasattr(x, "should_update") for x in trainer.callbacks):
         found["topk, next step"] = replace(base, overlap="next_step")
     for name in () if changes_gradients else ("int8", "int4"):
         if trained[name] >= ranks:
             found[name] = StrategyOptions(name, None, {}, base.reducer)
     return found
-
-
-def _averages_weights(callback: Any) -> bool:
-    """Return whether a callback averages weights, which differ among ranks while an exchange is pending."""
-    return hasattr(callback, "should_update") or "Averaging" in type(callback).__name__
 
 
 def _add_once(param: torch.nn.Parameter, residual: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from lightning_sparse import AutoDDPStrategy, RankFailure, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor
@@ -83,18 +84,30 @@ def fit(net: Any, strategy: Any, rank: int, **options: Any) -> Watch:
     return watch
 
 
+class InBfloat16(pl.strategies.DDPStrategy):
+    """Lightning registers a `ddp_comm_hook` on GPUs only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+
+
 def stock_only(rank: int) -> list[Any]:
     found = []
-    for kind in (torch.optim.AdamW, torch.optim.SGD):
-        ours, theirs = fit(Net(kind, lr=0.01), auto(["ddp"]), rank), fit(Net(kind, lr=0.01), "ddp", rank)
+    for name, stock, kind in (
+        ("ddp", "ddp", torch.optim.AdamW),
+        ("ddp", "ddp", torch.optim.SGD),
+        ("ddp, bf16", InBfloat16(), torch.optim.AdamW),
+    ):
+        ours, theirs = fit(Net(kind, lr=0.01), auto([name]), rank), fit(Net(kind, lr=0.01), stock, rank)
         found.append(all(map(torch.equal, ours.weights, theirs.weights)))
         found.append(ours.sent[-1] - ours.sent[-2])
     return found
 
 
-def test_stock_all_reduce_is_that_of_ddp():
+def test_dense_all_reduce_is_that_of_ddp_and_of_its_hook():
     numel = Net().weights.numel()
-    assert lightning_ranks(2, stock_only) == [[True, 4 * numel] * 2] * 2
+    assert lightning_ranks(2, stock_only) == [[True, 4 * numel, True, 4 * numel, True, 2 * numel]] * 2
 
 
 def switched(rank: int, optimizer: str, plan: list[str]) -> Any:
@@ -127,7 +140,7 @@ def test_no_gradient_is_lost_in_switches(plan):
     tiers(
         [
             ["topk", "topk, next step", "ddp", "topk"],
-            ["ddp", "topk, next step", "int4", "topk"],
+            ["ddp, bf16", "topk, next step", "int4", "topk"],
             ["int8", "topk", "ddp"],
         ],
         [["topk", "topk, next step", "ddp", "topk"]],
@@ -218,7 +231,7 @@ def only_candidates(rank: int, kind: str, size: int) -> list[str]:
     [
         ("AdamW", 1, ["ddp"]),
         ("LBFGS", 2, ["ddp"]),
-        ("AdamW", 2, ["ddp", "topk", "topk, next step", "int8", "int4"]),
+        ("AdamW", 2, ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
         ("Rprop", 2, ["ddp", "topk", "int8", "int4"]),
         *tiers([("SGD", 3, ["ddp"]), ("AdamW", 5, ["ddp", "topk"])], []),
     ],
@@ -239,7 +252,7 @@ def differs(rank: int) -> tuple[str, str]:
 def test_ranks_with_other_candidates():
     for kind, text in lightning_ranks(2, differs):
         assert kind == "RankFailure"
-        assert "Ranks differ in candidates of auto_ddp: rank 0 has topk, next step, rank 1 has int8" in text
+        assert "Ranks differ in candidates of auto_ddp: rank 0 has ddp, bf16, rank 1 has topk" in text
 
 
 class Failing(pl.Callback):
