@@ -57,6 +57,7 @@ ALLOWED = {
         "compressors",
         "cost",
         "hooks",
+        "logged",
         "memory",
         "methods",
         "options",
@@ -70,6 +71,7 @@ ALLOWED = {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
+    "logged": set(),
     "trained": set(),
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {

@@ -31,6 +31,7 @@ from lightning_sparse.comm.link import measure_link
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.stock import StockExchanger
+from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
@@ -188,8 +189,8 @@ class AutoDDP:
             if self.global_rank == 0 and text:
                 if self._auto.tuner.current == before or not self._auto.tuner.is_settled:
                     self.inform(text)  # otherwise the summary of the new exchange has said so
-                for logger in trainer.loggers:
-                    logger.log_metrics(self._auto.scalars, trainer.global_step)
+                for logger in trainer.loggers if self._auto.tuner.is_settled else ():
+                    logger.log_metrics(self._auto.scalars(), trainer.global_step)
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
 
@@ -353,11 +354,11 @@ class _Choice:
             return f"auto_ddp keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
         return ""
 
-    @property
     def scalars(self) -> dict[str, float]:
-        """Measured milliseconds per step by candidate, and the link, for loggers."""
-        times = {f"auto_ddp/{name}_ms": 1e3 * numbers.seconds for name, numbers in self.tuner.times.items()}
-        return {**times, "auto_ddp/link_mbit": 8e-6 * self._link.bandwidth}
+        """Return the times by which the choice was made, and the link, for loggers."""
+        times = {name: numbers.seconds for name, numbers in self.tuner.times.items()}
+        bounds = {name: self.tuner.bound(name) for name in self.tuner.links if name not in times}
+        return scalars(times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
 
 
 def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[str, StrategyOptions | None]:
