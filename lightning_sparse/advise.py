@@ -9,6 +9,8 @@ only if it trained as well as dense training in this project's benchmarks. Compa
 sparse methods exchange gradients; with AdamW and most other optimizers they exchange updates. The estimates assume that
 both overlap with backward. If gradients are clipped by norm, or scaled, updates do not overlap.
 
+With --from-log, it shows the measured times by which `auto_ddp` has chosen in a run.
+
 With --shards, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods exchange
 updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
 """
@@ -28,10 +30,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lightning_sparse import logged
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
@@ -276,8 +280,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--params", type=number, required=True, help="trainable parameters, for example 25.6e6")
-    parser.add_argument("--workers", type=int, required=True, help="number of workers that share gradients")
+    parser.add_argument(
+        "--from-log",
+        type=Path,
+        metavar="FOLDER",
+        help="only show what strategy='auto_ddp' measured in a run: the folder of its TensorBoard logs",
+    )
+    parser.add_argument("--params", type=number, help="trainable parameters, for example 25.6e6")
+    parser.add_argument("--workers", type=int, help="number of workers that share gradients")
     parser.add_argument(
         "--shards",
         type=int,
@@ -286,9 +296,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "1, measure the forward and the backward pass with one worker",
     )
     parser.add_argument(
-        "--bandwidth", type=bandwidth, required=True, help="bandwidth of a worker's link, for example 1Gbit or 100Mbit"
+        "--bandwidth", type=bandwidth, help="bandwidth of a worker's link, for example 1Gbit or 100Mbit"
     )
-    parser.add_argument("--backward", type=number, required=True, metavar="SECONDS", help="time of the backward pass")
+    parser.add_argument("--backward", type=number, metavar="SECONDS", help="time of the backward pass")
     parser.add_argument(
         "--forward", type=number, metavar="SECONDS", help="time of the forward pass. Default: half of backward"
     )
@@ -311,6 +321,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="fraction of entries to send. Default: 0.001 with sgd; 0.003 with adamw, higher with over four workers",
     )
     args = parser.parse_args(argv)
+    if args.from_log is not None:
+        try:
+            print(logged.table(args.from_log))
+        except ValueError as error:
+            parser.error(f"--from-log: {error}")
+        return
+    needed = ("params", "workers", "bandwidth", "backward")
+    if absent := [f"--{name}" for name in needed if getattr(args, name) is None]:
+        parser.error(f"the following arguments are required: {', '.join(absent)}")
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: with fewer than two workers there is nothing to send")
     try:

@@ -46,8 +46,8 @@ def table(folder: Path) -> str:
             return _text(file, step, {tag: event.value for tag, event in last.items() if event.step == step})
     found = f"{len(files)} event files, but no scalars of auto_ddp" if files else "no event file of TensorBoard"
     raise ValueError(
-        f"{str(folder)!r} has {found}. Give the folder of a run with strategy='auto_ddp' and a TensorBoardLogger, which "
-        f"has decided: at the earliest after 55 steps."
+        f"{str(folder)!r} has {found}. Give the folder of a run with strategy='auto_ddp' and a TensorBoardLogger. It "
+        f"logs when it has decided, after 55 steps at the earliest."
     )
 
 

@@ -75,8 +75,8 @@ ALLOWED = {
     "trained": set(),
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {
-        *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "trained", "update_rule"),
-        "updates",
+        *("aggregators", "comm", "compressors", "cost", "exchange", "logged", "methods", "reducer", "trained"),
+        *("update_rule", "updates"),
     },
     # Only `methods` may import from `contrib`, and only `contrib.methods`.
     "contrib": {

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from lightning_sparse import AutoDDPStrategy, RankFailure, attach_updates
+from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.strategies.auto import KEY
@@ -307,6 +309,37 @@ def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
     assert totals == sorted(totals)
     assert len(totals) > 4
     assert {"auto_ddp/ddp_ms", "auto_ddp/topk_ms", "auto_ddp/link_mbit"} <= {*choices[-1]}
+
+
+def logged_by_tensorboard(rank: int, folder: Path) -> None:
+    strategy = auto(["topk", "ddp", "topk"])
+    logger = pl.loggers.TensorBoardLogger(folder) if rank == 0 else False
+    fit(Net(torch.optim.AdamW, lr=0.01), strategy, rank, logger=logger, log_every_n_steps=1)
+
+
+def test_advise_shows_the_choice_of_a_run(tmp_path, capsys):
+    lightning_ranks(2, logged_by_tensorboard, tmp_path)
+    advise(["--from-log", str(tmp_path)])
+    title, _, header, *rows = capsys.readouterr().out.splitlines()
+    assert "step 12: the link carries" in title
+    assert header.split() == ["ms/step"]
+    found = {row[:18].strip(): row[18:].split() for row in rows}
+    assert {*found} == {"ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"}
+    assert [name for name, row in found.items() if row[:2] != ["at", "least"]] == [
+        name for name in found if name in ("topk", "ddp")
+    ]
+    assert [name for name, row in found.items() if row[-1] == "trains"] == ["topk"]
+    times = [float(row[2] if row[0] == "at" else row[0]) for row in found.values()]
+    assert times == sorted(times)
+    assert all(time > 0 for time in times)
+
+
+def test_advise_of_a_folder_without_a_choice(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        advise(["--from-log", str(tmp_path)])
+    assert (
+        "has no event file of TensorBoard. Give the folder of a run with strategy='auto_ddp'" in capsys.readouterr().err
+    )
 
 
 def measured(rank: int) -> Any:
