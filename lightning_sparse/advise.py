@@ -1,7 +1,6 @@
 """`python -m lightning_sparse advise`: estimates each method's step time on your link, and recommends one.
 
     python -m lightning_sparse advise --params 25.6e6 --workers 32 --bandwidth 1Gbit --backward 0.15
-    python -m lightning_sparse advise --params 1e9 --workers 4 --shards 8 --bandwidth 10Gbit --backward 0.5
 
 The compute time of each method is measured on this machine, on its GPU if it has one. So run the command on a machine
 like your training machines. The communication time is computed (see `lightning_sparse.cost`). A method is recommended
@@ -11,7 +10,7 @@ both overlap with backward. If gradients are clipped by norm, or scaled, updates
 
 With --from-log, it shows the measured times by which `auto_ddp` has chosen in a run.
 
-With --shards, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods exchange
+With `--shards 8`, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods exchange
 updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
 """
 

@@ -150,21 +150,21 @@ def test_ranks_of_a_node_share_its_link_in_a_hierarchical_exchange():
     assert step(everything, work, 8, Link(1e9), Costs()) == step(DENSE, work, 8, Link(1e9), Costs())
 
 
-def of_two_nodes(contestant: str, link: Link, seconds: float):
-    """Return the modelled step of a contestant of `sharded_seconds.csv`: two nodes of two ranks.
+def of_two_nodes(training: str, link: Link, seconds: float):
+    """Return the modelled step of a training in `sharded_seconds.csv`: two nodes of two ranks.
 
     Args:
-        contestant: its name.
+        training: its name.
         link: the link of a node.
         seconds: of a step without communication.
     """
-    replicas, shards = SHAPES[contestant]
+    replicas, shards = SHAPES[training]
     params = sum(x.numel() for x in GPT().parameters())
     work = Workload.even(params, seconds / 3, 2 / 3 * seconds, shards=max(1, shards))
-    if contestant == "dense HSDP":
+    if training == "dense HSDP":
         return step(DENSE, work, replicas, link, Costs())
-    chosen = resolve_updates("topk", None, ranks=2 if "hierarchical" in contestant else replicas)[0]
-    if "hierarchical" in contestant:
+    chosen = resolve_updates("topk", None, ranks=2 if "hierarchical" in training else replicas)[0]
+    if "hierarchical" in training:
         chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, 2))
     return step(chosen, work, replicas, link, Costs(), exchanged="update")
 
