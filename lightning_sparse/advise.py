@@ -10,8 +10,8 @@ both overlap with backward. If gradients are clipped by norm, or scaled, updates
 
 With --from-log, it shows the measured times by which `auto_ddp` has chosen in a run.
 
-With `--shards 8`, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods exchange
-updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
+With `--shards 8`, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods
+exchange updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
 """
 
 from __future__ import annotations
