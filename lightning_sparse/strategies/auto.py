@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.link import measure_link
@@ -41,9 +43,10 @@ from lightning_sparse.strategies.tuner import Numbers, Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
 from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 
+log = logging.getLogger(__name__)
 KEY = "lightning_sparse_auto"
 """Key of the choice in a checkpoint."""
-STOCK, BF16 = "ddp", "ddp, bf16"
+STOCK, BF16, TOPK = "ddp", "ddp, bf16", "topk"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
@@ -126,7 +129,7 @@ class AutoDDP:
                     f"and stock all-reduce is one choice. Leave {option} out; or take SparseDDPStrategy, or "
                     f"strategy='topk_ddp', to decide yourself."
                 )
-        super().__init__("topk", seed=seed, **kwargs)  # type: ignore[call-arg]
+        super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
         self._arguments = {"seed": seed, **kwargs}
 
     def _begin(self) -> None:
@@ -255,7 +258,17 @@ class AutoDDP:
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._auto.resumed = checkpoint.get(KEY, "")
+        self._auto.has_residuals = sidecars.KEY in checkpoint
         return checkpoint
+
+    def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
+        if not isinstance(self._training, StockTraining):
+            super()._load_residuals(info, states, path)
+        elif info is not None and self.global_rank == 0:
+            log.warning(
+                f"The residuals of {str(path)!r} are lost, because no sparse method is a candidate here: gradients "
+                f"that were not sent yet do not reach the weights. Resume with the strategy that wrote them."
+            )
 
     @classmethod
     def _registered(cls) -> dict[str, dict[str, Any]]:
@@ -274,10 +287,12 @@ class _Choice:
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
         resumed: the choice in the checkpoint that was loaded last; "" without one.
+        has_residuals: whether this checkpoint has residuals.
     """
 
     def __init__(self, base: StrategyOptions) -> None:
         self._base, self.resumed, self.reason = base, "", ""
+        self.has_residuals = False
         self.options: dict[str, StrategyOptions | None] = {STOCK: None}
         self.tuner = Tuner({STOCK: 0.0}, STOCK)
         self.clock = _Clock()
@@ -295,6 +310,8 @@ class _Choice:
         agree({"candidates of auto_ddp": names}, strategy.root_device, strategy._timeout)
         links = self._measure(strategy) if len(names) > 1 else {STOCK: 0.0}
         first = STOCK if links[STOCK] < SHORT else min(links, key=links.__getitem__)
+        if self.has_residuals and TOPK in names:  # perhaps of topk_ddp
+            first = TOPK
         resumed = self.resumed if self.resumed in names else ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
@@ -374,8 +391,8 @@ def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[
         found[BF16] = None
     # Entries that were clipped or scaled after the exchange would not belong to the residuals.
     changes_gradients = bool(trainer.gradient_clip_val) or strategy.scaler is not None
-    if trained["topk"] >= ranks and (what == "update" or not changes_gradients):
-        found["topk"] = base
+    if trained[TOPK] >= ranks and (what == "update" or not changes_gradients):
+        found[TOPK] = base
     # Weights differ among ranks while an exchange is pending, and a callback may average them then.
     if what == "update" and ranks <= DELAYED and not any(hasattr(x, "should_update") for x in trainer.callbacks):
         found["topk, next step"] = replace(base, overlap="next_step")

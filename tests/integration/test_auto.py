@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from lightning_sparse import AutoDDPStrategy, RankFailure, attach_updates
+from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, attach_updates
 from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.strategies.auto import KEY
 from lightning_sparse.strategies.tuner import Numbers, Tuner
-from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
@@ -206,6 +206,59 @@ def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
     for rank, (saved, names, equal, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
         assert (saved, names, equal) == (name, [name], True)
         assert rank or "by the checkpoint" in said[0]
+
+
+def resumed_by_others(rank: int, folder: Any) -> Any:
+    def net() -> Net:
+        return Net(torch.optim.AdamW, lr=0.01)
+
+    def saved(name: str, strategy: Any) -> str:
+        fit(net(), strategy, rank, callbacks=[pl.callbacks.ModelCheckpoint(folder / name, save_last=True)])
+        return f"{folder}/{name}/last.ckpt"
+
+    def topk() -> SparseDDPStrategy:
+        return SparseDDPStrategy("topk", process_group_backend="gloo")
+
+    def goes_on(path: str, strategy: Any) -> Watch:
+        strategy.inform = said.append
+        return fit(net(), strategy, rank, max_steps=2 * STEPS, ckpt_path=path)
+
+    said: list[str] = []
+    by_topk = saved("topk", topk())
+    by_us = saved("auto", auto(["ddp", "topk"]))
+    by_stock = saved("ddp", pl.strategies.DDPStrategy())
+    whole = fit(net(), auto(["ddp", "topk"]), rank, max_steps=2 * STEPS)
+    others = goes_on(by_topk, auto([])), goes_on(by_us, topk()), goes_on(by_stock, auto([]))
+    stock = goes_on(by_us, pl.strategies.DDPStrategy())
+    of_topk = fit(net(), topk(), rank, max_steps=2 * STEPS)
+    found = [
+        torch.equal(others[0].weights[-1], of_topk.weights[-1]),
+        torch.equal(others[1].weights[-1], whole.weights[-1]),
+        torch.equal(others[2].weights[-1], fit(net(), "ddp", rank, max_steps=2 * STEPS).weights[-1]),
+    ]
+    return found, [{*each.names} for each in others], stock.weights[-1], said
+
+
+def test_checkpoints_of_other_strategies_and_ours_in_theirs(tmp_path):
+    (found, names, weights, said), (other, _, theirs, _) = lightning_ranks(2, resumed_by_others, tmp_path, timeout=60)
+    assert found == other == [True] * 3
+    assert names == [{"topk"}, set(), {"ddp"}]
+    assert torch.equal(weights, theirs)
+    assert not any("holds no residuals" in text for text in said)
+
+
+def lost(rank: int, folder: Any) -> list[str]:
+    saves = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    fit(Net(lr=0.01), SparseDDPStrategy("topk", process_group_backend="gloo"), rank, callbacks=[saves])
+    messages = Messages()
+    fit(Net(lr=0.01), auto([]), rank, max_steps=30, ckpt_path=f"{folder}/last.ckpt", gradient_clip_val=1.0)
+    return messages.texts
+
+
+def test_residuals_without_a_candidate_that_takes_them_are_warned_of(tmp_path):
+    (warning,), others = lightning_ranks(2, lost, tmp_path)
+    assert others == []
+    assert "are lost, because no sparse method is a candidate here" in warning
 
 
 def refused(rank: int) -> list[str]:
