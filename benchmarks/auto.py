@@ -2,68 +2,96 @@
 
     sudo python -m benchmarks.auto
 
-Two workers train a multilayer perceptron with AdamW. A round trains with each strategy in turn, in an order that
-changes, in the same processes. Times are medians of steps after the first hundred, in which `auto_ddp` decides. A run
-is reported only if both workers end with the same weights and all losses are finite.
+Workers train a paced model with AdamW: forward and backward sleep for the time that a GPU would take, and the rest is
+real. So the processors, which workers share, do little, and times vary little. A round trains with each strategy in
+turn, in an order that changes, in the same processes. Times are medians of steps after the first hundred, in which
+`auto_ddp` decides. A run is reported only if all workers end with the same weights.
+
+An event is something that happens while `auto_ddp` has decided already, or that disturbs its measurements.
 """
 
 import functools
 import itertools
-import math
 import statistics
+import subprocess
 import time
 from typing import Any, NamedTuple
 
 import pandas as pd
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from benchmarks.harness import results
-from benchmarks.harness.launch import WrongResult, check_weights, gather, run_ranks, write
+from benchmarks.harness.launch import check_weights, gather, run_ranks, write
 from benchmarks.harness.lightning import as_if_by_torchrun, bare_trainer
 from benchmarks.harness.results import Row
+from benchmarks.harness.shaped_links import shape
+from benchmarks.harness.workloads import Paced, real_gradients
 from lightning_sparse import AutoDDPStrategy, SparseDDPStrategy
+
+
+class InBfloat16(pl.strategies.DDPStrategy):
+    """Stock DDP with torch's hook, which Lightning registers on GPUs only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+
 
 STRATEGIES: dict[str, Any] = {
     "ddp": pl.strategies.DDPStrategy,
+    "ddp, bf16": InBfloat16,
     "topk": functools.partial(SparseDDPStrategy, "topk"),
     "topk, next step": functools.partial(SparseDDPStrategy, "topk", overlap="next_step"),
     "int8": functools.partial(SparseDDPStrategy, "int8"),
     "int4": functools.partial(SparseDDPStrategy, "int4"),
     "auto": AutoDDPStrategy,
 }
-WIDTHS = {0.3: 256, 5: 1024, 25: 2304}
-"""Widths of four square layers with about so many million parameters."""
-RATES = ("50mbit", "1gbit", "1gbit 50ms", "loopback")
+MODELS = {0.3: (256, 0.03), 5: (1024, 0.06), 25: (2304, 0.15)}
+"""By million parameters: the width of four square layers, and seconds of forward and backward."""
+RATES = ("50mbit", "1gbit", "50mbit 50ms", "1gbit 50ms", "loopback")
+EVENTS = ("1gbit falls to 50mbit", "50mbit rises to 1gbit", "a slow rank", "slow first steps")
 DECIDED, TIMED = 100, 30
 """Untimed and timed steps. In the former `auto_ddp` decides, and the density warm-up of updates ends. Other strategies
 are timed after three steps. Each is timed for at most `MOST` seconds."""
+NOTICED = 150
+"""Untimed steps after the link has changed. In them `auto_ddp` decides anew."""
 MOST, LEAST = 10.0, 3
 ROUNDS = 3
-BATCH = 16
 
 
 class Case(NamedTuple):
-    """A link, and a model by its millions of parameters."""
+    """A link, a model by its millions of parameters, the number of workers, and an event or "no event"."""
 
     rate: str
     million: float
+    workers: int
+    event: str
 
 
-class Perceptron(pl.LightningModule):
-    """Four square layers."""
+def cases(rates: list[str], millions: list[float], workers: list[int]) -> list[Case]:
+    """Return all combinations without an event, and the events with the smallest model and two workers."""
+    found = [Case(*each, "no event") for each in itertools.product(rates, millions, workers)]
+    if 2 in workers and min(MODELS) in millions:
+        found += [Case(event.split()[0] if "bit" in event else "1gbit", min(MODELS), 2, event) for event in EVENTS]
+    return found
 
-    def __init__(self, width: int) -> None:
+
+class Model(pl.LightningModule):
+    """Four square layers, paced."""
+
+    def __init__(self, million: float, event: str, rank: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*itertools.chain(*((nn.Linear(width, width), nn.ReLU()) for _ in range(4))))
+        width, seconds = MODELS[million]
+        seconds *= 1.5 if rank and event == "a slow rank" else 1
+        self.paced = Paced([(width, width), (width,)] * 4, seconds, real_gradients(rank))
+        self.slow_steps = 20 if event == "slow first steps" else 0
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        loss = functional.mse_loss(self.layers(batch[0]), batch[1])
-        if not math.isfinite(loss):
-            raise WrongResult("the loss is not finite")
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        time.sleep(0.5 * (index < self.slow_steps))  # as if a compiler worked
+        loss: Tensor = self.paced(batch % 8)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -71,13 +99,16 @@ class Perceptron(pl.LightningModule):
 
 
 class Times(pl.Callback):
-    """Records the seconds from batch to batch, and the candidate of `auto_ddp`."""
+    """Changes the link at a step, and records the seconds from batch to batch and the candidate of `auto_ddp`."""
 
-    def __init__(self, leave_out: int) -> None:
-        self.leave_out, self.ends, self.choice = leave_out, list[float](), ""
+    def __init__(self, leave_out: int, new_rate: str = "", at: int = 0) -> None:
+        self.leave_out, self.new_rate, self.at = leave_out, new_rate, at
+        self.ends, self.choice = list[float](), ""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.ends.append(time.perf_counter())
+        if self.new_rate and len(self.ends) == self.at:
+            change_link(self.new_rate)
         if isinstance(trainer.strategy, AutoDDPStrategy):
             self.choice = trainer.strategy.choice
         timed = len(self.ends) - 1 - self.leave_out
@@ -86,25 +117,32 @@ class Times(pl.Callback):
             trainer.should_stop = timed >= TIMED or max(gather(late)) if timed % LEAST == 0 else False
 
 
+def change_link(rate: str) -> None:
+    """Give this host's interface another rate."""
+    subprocess.run(f"tc qdisc change dev eth0 {shape(rate)}".split(), check=True)
+
+
 def work(job: Row) -> None:
     """Train with all strategies on this rank, in several rounds."""
     rank = as_if_by_torchrun()
     for number in range(ROUNDS):
         for name in [*STRATEGIES] if number % 2 else [*reversed(STRATEGIES)]:
-            write(job["out"], strategy=name, **train(name, WIDTHS[job["million"]], rank))
+            write(job["out"], strategy=name, **train(name, Case(*(job[field] for field in Case._fields)), rank))
 
 
-def train(name: str, width: int, rank: int) -> Row:
+def train(name: str, case: Case, rank: int) -> Row:
     """Train with a strategy; return the median milliseconds of a step and the choice of `auto_ddp`."""
-    random = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(2, BATCH, width, generator=random).unbind() for _ in range(8)]
-    has_warmup = name == "auto" or name.startswith("topk")
-    times, model = Times(DECIDED if has_warmup else 3), Perceptron(width)
-    options = {} if name == "ddp" else {"process_group_backend": "gloo"}
-    data = [*itertools.islice(itertools.cycle(batches), 1000)]
+    begun = DECIDED if name == "auto" or name.startswith("topk") else 3
+    old, new = (case.event.split()[0], case.event.split()[-1]) if "bit" in case.event else ("", "")
+    leave_out = begun + (NOTICED if name == "auto" else 3) if new else begun
+    leave_out = max(leave_out, 25) if case.event == "slow first steps" else leave_out
+    times, model = Times(leave_out, new, begun), Model(case.million, case.event, rank)
+    options = {} if name.startswith("ddp") else {"process_group_backend": "gloo"}
     trainer = bare_trainer(STRATEGIES[name](**options), [times])
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(model, torch.utils.data.DataLoader(torch.arange(2000), batch_size=None))  # type: ignore[arg-type]
     check_weights(model)
+    if old:
+        change_link(old)
     seconds = [b - a for a, b in itertools.pairwise(times.ends[times.leave_out :])]
     slowest = [max(each) for each in zip(*gather(seconds), strict=True)]
     return {"ms": 1e3 * statistics.median(slowest), "choice": times.choice}
@@ -112,31 +150,27 @@ def train(name: str, width: int, rank: int) -> Row:
 
 def measure(case: Case) -> list[Row]:
     """Measure all strategies over a link; return rows of the CSV file."""
-    records, _ = run_ranks("benchmarks.auto", case._asdict(), 2, case.rate)
+    records, _ = run_ranks("benchmarks.auto", case._asdict(), case.workers, case.rate)
     found = {name: [each for each in records if each["strategy"] == name] for name in STRATEGIES}
     middle = {name: statistics.median(each["ms"] for each in runs) for name, runs in found.items()}
     best = min(ms for name, ms in middle.items() if name != "auto")
     rows = []
     for name, runs in found.items():
         ms = [each["ms"] for each in runs]
-        row = {
-            "strategy": name,
-            "ms": middle[name],
-            "ms_min": min(ms),
-            "ms_max": max(ms),
-            "to_best": middle[name] / best,
-        }
+        row = {"strategy": name, "ms": middle[name], "ms_min": min(ms), "ms_max": max(ms)}
+        row |= {"to_best": middle[name] / best, "to_ddp": middle[name] / middle["ddp"]}
         row |= {"choice": " or ".join(dict.fromkeys(each["choice"] for each in runs if each["choice"]))}
-        rows.append({**row, "workers": 2, "rounds": ROUNDS})
+        rows.append({**row, "rounds": ROUNDS})
     print(pd.DataFrame(rows).to_string())
     return rows
 
 
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
-    parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--million", type=float, nargs="+", default=[*WIDTHS])
+    parser.add_argument("--rates", nargs="*", default=RATES)
+    parser.add_argument("--million", type=float, nargs="+", default=[*MODELS])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
     path = args.out / "auto.csv"
-    cases = [Case(rate, million) for rate in args.rates for million in args.million]
-    results.save_each(path, results.missing(results.load(path), cases), measure, digits=4)
+    runs = cases(args.rates, args.million, args.workers)
+    results.save_each(path, results.missing(results.load(path), runs), measure, digits=4)

@@ -575,14 +575,19 @@ FORMATS = ["float32", "int4", "int2"]
 
 
 def auto() -> str:
-    """Milliseconds of a step of `auto_ddp` and of its candidates: median of the rounds, and their range."""
-    found, rows = read("auto"), []
-    names = list(dict.fromkeys(found.strategy))
-    for (rate, million), runs in found.groupby(["rate", "million"], sort=False):
+    """Milliseconds of a step of `auto_ddp` and of its candidates: medians of the rounds, and its range."""
+    found = read("auto")
+    names = [name for name in dict.fromkeys(found.strategy) if name != "auto"]
+    rows = []
+    for (workers, rate, million, event), runs in found.groupby(["workers", "rate", "million", "event"], sort=False):
         by_name = runs.set_index("strategy")
-        cells = [f"{x.ms:.0f} ({x.ms_min:.0f} to {x.ms_max:.0f})" for _, x in by_name.loc[names].iterrows()]
-        rows.append([str(rate), f"{million:g}", *cells, str(by_name.choice["auto"])])
-    return table(["link", "million parameters", *(f"`{name}`" for name in names), "choice"], rows)
+        ours = by_name.loc["auto"]
+        where = str(rate) if event == "no event" else str(event) if "bit" in str(event) else f"{rate}, {event}"
+        cells = [f"{by_name.ms[name]:.0f}" for name in names]
+        measured = [f"{ours.ms:.0f} ({ours.ms_min:.0f} to {ours.ms_max:.0f})", f"{ours.to_best:.2f}"]
+        rows.append([f"{workers}", where, f"{million:g}", *cells, *measured, str(ours.choice)])
+    header = ["workers", "link", "million parameters", *(f"`{name}`" for name in names), "`auto`", "to the fastest"]
+    return table([*header, "choice"], rows)
 
 
 def sharded() -> str:

@@ -7,6 +7,11 @@ like your training machines. The communication time is computed (see `lightning_
 only if it trained as well as dense training in this project's benchmarks. Compare losses with your own model. With SGD,
 sparse methods exchange gradients; with AdamW and most other optimizers they exchange updates. The estimates assume that
 both overlap with backward. If gradients are clipped by norm, or scaled, updates do not overlap.
+
+With --from-log, it shows the measured times by which `auto_ddp` has chosen in a run.
+
+With `--shards 8`, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods
+exchange updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
 """
 
 from __future__ import annotations
@@ -24,17 +29,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lightning_sparse import logged
+from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.comm import Comm, simulate
 from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.trained import TRAINED
+from lightning_sparse.trained import SHARDED, TRAINED
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 
@@ -46,6 +54,8 @@ BUSY = 1.3
 """If the ratio of times in `estimates` exceeds this number, other programs slow this machine down."""
 BASELINES = {"ddp": 4, "ddp, 16-bit hook": 2}
 """Bytes per gradient element, by dense baseline."""
+SHARDED_BASELINES = {"dense_hsdp": 4, "dense_hsdp, 16-bit": 2}
+"""The same if FSDP2 shards the model. Half of the bytes are sent with `reduce_dtype=torch.bfloat16`."""
 CAUTIONS = {
     "randk": "a random choice: needs many more steps",
     **{name: "discards unsent entries" for name, spec in METHODS.items() if not spec.traits.conserves},
@@ -176,7 +186,8 @@ class Estimate(NamedTuple):
         name: name of the method or baseline.
         step: estimated step.
         point: break-even bandwidth, see `break_even_bandwidth`; None for a baseline.
-        delayed: estimated step with `overlap="next_step"`; None if the method exchanges gradients or cannot be delayed.
+        delayed: estimated step with `overlap="next_step"`; None if the method exchanges gradients or cannot be delayed,
+            or if the model is sharded.
     """
 
     name: str
@@ -207,19 +218,26 @@ def estimates(
         The estimates, fastest first; the reason by name for methods that cannot be timed here; and a ratio that is 1 on
         an idle machine. It is the maximum of `slowdown` before, `slowdown` after, and the median ratio of `measure`.
     """
+    sharded = work.shards > 1
+    baselines = SHARDED_BASELINES if sharded else BASELINES
     rows = [
-        Estimate(name, step(DENSE, work, workers, link, Costs(), dense_bytes=each)) for name, each in BASELINES.items()
+        Estimate(name, step(DENSE, work, workers, link, Costs(), dense_bytes=each)) for name, each in baselines.items()
     ]
+
+    def resolved(name: str, ranks: int, updates: bool) -> Method:
+        given = density if "density" in METHODS[name].options else None
+        return resolve_updates(name, given, ranks=ranks)[0] if updates else method(name, density=given)
+
     slow = slowdown()
     timed: dict[str, Costs] = {}
     spreads: list[float] = []
     failed: dict[str, str] = {}
     for name in METHODS:
-        if name == "dense":
+        if name == "dense" or (sharded and not METHODS[name].aggregator.averages):
             continue
-        given = density if "density" in METHODS[name].options else None
-        chosen = resolve_updates(name, given, ranks=workers)[0] if adaptive else method(name, density=given)
-        what: Exchanged = "update" if chosen.update_rule or (adaptive and chosen.is_sparse) else "gradient"
+        chosen = resolved(name, workers, adaptive or sharded)
+        updates = sharded or chosen.update_rule or (adaptive and chosen.is_sparse)
+        what: Exchanged = "update" if updates else "gradient"
         # With one rank, a sparsifier takes the same time with every aggregator, so it is timed once.
         parts = chosen.compressor if isinstance(chosen.compressor, Sparsifier) else chosen
         kind = repr((parts, what, what == "update" and chosen.update_rule))
@@ -232,13 +250,20 @@ def estimates(
                 spreads.append(spread)
             costs = timed[kind]
             found = step(chosen, work, workers, link, costs, exchanged=what)
-            point = break_even_bandwidth(chosen, work, workers, link, costs, list(BASELINES.values()), what)
+            point = break_even_bandwidth(chosen, work, workers, link, costs, list(baselines.values()), what)
             later = None
-            if what == "update":
+            if what == "update" and not sharded:
                 with contextlib.suppress(ValueError):  # it cannot be delayed
                     rule = (chosen.update_rule or UpdateRule()).changed(None, "next_step")
                     later = step(replace(chosen, update_rule=rule), work, workers, link, costs)
-            rows.append(Estimate(name, found, point, later))
+            rows.append(Estimate(f"{name}_hsdp" if sharded else name, found, point, later))
+            if sharded and name == "topk":
+                whole = Workload.even(work.shards * sum(work.segments), work.forward, work.backward)
+                ranks, what = workers * work.shards, "update" if adaptive else "gradient"
+                flat, by_node = resolved(name, ranks, adaptive), resolved(name, workers, adaptive)
+                by_node = replace(by_node, aggregator=TwoLevel(by_node.aggregator, work.shards))
+                for label, each in (("topk_ddp", flat), ("topk_ddp, hierarchical", by_node)):
+                    rows.append(Estimate(label, step(each, whole, ranks, link, costs, exchanged=what)))
             tell(f"{name}: {1e3 * found.seconds:.1f} ms a step")
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
@@ -254,12 +279,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--params", type=number, required=True, help="trainable parameters, for example 25.6e6")
-    parser.add_argument("--workers", type=int, required=True, help="number of workers that share gradients")
     parser.add_argument(
-        "--bandwidth", type=bandwidth, required=True, help="bandwidth of a worker's link, for example 1Gbit or 100Mbit"
+        "--from-log",
+        type=Path,
+        metavar="FOLDER",
+        help="only show what strategy='auto_ddp' measured in a run: the folder of its TensorBoard logs",
     )
-    parser.add_argument("--backward", type=number, required=True, metavar="SECONDS", help="time of the backward pass")
+    parser.add_argument("--params", type=number, help="trainable parameters, for example 25.6e6")
+    parser.add_argument("--workers", type=int, help="number of workers that share gradients")
+    parser.add_argument(
+        "--shards",
+        type=int,
+        default=1,
+        help="devices over which FSDP2 shards the model of each worker, and which share its link. Default: 1. If above "
+        "1, measure the forward and the backward pass with one worker",
+    )
+    parser.add_argument(
+        "--bandwidth", type=bandwidth, help="bandwidth of a worker's link, for example 1Gbit or 100Mbit"
+    )
+    parser.add_argument("--backward", type=number, metavar="SECONDS", help="time of the backward pass")
     parser.add_argument(
         "--forward", type=number, metavar="SECONDS", help="time of the forward pass. Default: half of backward"
     )
@@ -282,11 +320,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="fraction of entries to send. Default: 0.001 with sgd; 0.003 with adamw, higher with over four workers",
     )
     args = parser.parse_args(argv)
+    if args.from_log is not None:
+        try:
+            print(logged.table(args.from_log))
+        except ValueError as error:
+            parser.error(f"--from-log: {error}")
+        return
+    needed = ("params", "workers", "bandwidth", "backward")
+    if absent := [f"--{name}" for name in needed if getattr(args, name) is None]:
+        parser.error(f"the following arguments are required: {', '.join(absent)}")
     if args.workers < 2:
         parser.error(f"--workers {args.workers}: with fewer than two workers there is nothing to send")
     try:
         work = Workload.even(
-            round(args.params), args.backward / 2 if args.forward is None else args.forward, args.backward
+            round(args.params),
+            args.backward / 2 if args.forward is None else args.forward,
+            args.backward,
+            shards=args.shards,
         )
         link = Link(args.bandwidth, args.latency)
         method("topk", density=args.density)
@@ -294,17 +344,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
 
     adaptive = args.optimizer == "adamw"
+    sharded, baselines = args.shards > 1, SHARDED_BASELINES if args.shards > 1 else BASELINES
     trained = {name: most for name, most in TRAINED[args.optimizer].items() if name not in CAUTIONS}
+    if sharded:
+        trained = {"topk_hsdp": SHARDED} if adaptive else {}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine's CPU"
     tell = functools.partial(print, file=sys.stderr, flush=True)
     tell(f"Timing every method on {where}, which takes about half a minute, longer if the machine is busy:")
     rows, failed, spread = estimates(work, args.workers, link, args.density, adaptive, tell)
-    ddp = next(row.step for row in rows if row.name == "ddp").seconds
+    dense_name, *_ = baselines
+    dense_seconds = next(row.step for row in rows if row.name == dense_name).seconds
+    shards = f" of {args.shards} shards each" * sharded
     print(
-        f"{args.params:,.0f} parameters, {args.workers} workers, {gbit(args.bandwidth)}, forward and "
+        f"{args.params:,.0f} parameters, {args.workers} workers{shards}, {gbit(args.bandwidth)}, forward and "
         f"backward {1e3 * (work.forward + work.backward):g} ms; selection timed on {where}.\n"
     )
-    print(f"{'':18}{'ms/step':>10}{'x ddp':>8}{'waiting, ms':>13}{'MB/step':>10}  pays below")
+    width, times = max(len(row.name) for row in rows) + 2, "x dense" if sharded else "x ddp"
+    print(f"{'':{width}}{'ms/step':>10}{times:>8}{'waiting, ms':>13}{'MB/step':>10}  pays below")
     for name, found, point, _ in rows:
         if point is None:
             pays = ""
@@ -312,25 +368,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             pays = "never"
         else:
             pays = "any bandwidth" if math.isinf(point) else gbit(point)
-        if name in CAUTIONS:
-            pays += f"  ({CAUTIONS[name]})"
+        if caution := CAUTIONS.get(name.removesuffix("_hsdp")):
+            pays += f"  ({caution})"
         elif point is not None and trained.get(name, 0) < args.workers:
             most = trained.get(name)
             pays += f"  (trained as dense with up to {most} workers)" if most else "  (not seen to train as dense)"
         print(
-            f"{name:18}{1e3 * found.seconds:10.1f}{ddp / found.seconds:8.2f}{1e3 * found.exposed:13.1f}"
+            f"{name:{width}}{1e3 * found.seconds:10.1f}{dense_seconds / found.seconds:8.2f}{1e3 * found.exposed:13.1f}"
             f"{found.sent_bytes / 1e6:10.3f}  {pays}"
         )
+    if sharded:
+        print(
+            f"topk_ddp trains whole models on {args.workers * args.shards} devices, without the collectives of FSDP2, "
+            f"so its forward and backward may take less time than given."
+        )
     for name, reason in failed.items():
-        print(f"{name:18} cannot be timed here: {reason}")
+        print(f"{name:{width}} cannot be timed here: {reason}")
     if spread > BUSY:
         print(
             f"\nThis machine is busy: steps took {spread:.1f} times as long as they would alone. So the estimates are "
             f"too pessimistic, and the recommendation may be wrong. Run it again when no other program runs."
         )
-    dense_name, dense, _, _ = next(row for row in rows if row.name in BASELINES)
-    best, fastest, _, _ = next(row for row in rows if row.name in BASELINES or trained.get(row.name, 0) >= args.workers)
-    if best in BASELINES:
+    dense_name, dense, _, _ = next(row for row in rows if row.name in baselines)
+    best, fastest, _, _ = next(row for row in rows if row.name in baselines or trained.get(row.name, 0) >= args.workers)
+    if best in baselines:
         print(f"\nOf the methods that trained as well as dense with {args.workers} workers, {best} is the fastest.")
         untried = next((row for row in rows if row.name in trained), None)
         if untried is None or untried.step.seconds > dense.seconds / 1.1:

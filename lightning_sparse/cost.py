@@ -13,6 +13,9 @@ Assumptions of the model:
 - Optimizer updates are exchanged during backward too, but one segment after the other. Updates of several steps are
   exchanged after backward, and delayed updates during the next steps.
 - The optimizer's own step is not included.
+- If FSDP2 shards each worker's model (`Workload.shards`), the worker's ranks share its link. Each rank exchanges its
+  part with the ranks that hold the same part in other workers. Dense gradients are exchanged during backward, as on
+  GPUs, and updates after it. FSDP2's own collectives are part of forward and backward.
 
 The model ignores slow workers, other traffic, weaknesses of the collectives, and features that delay updates until
 backward ends, such as norm clipping. `benchmarks/scaling.py` fits the model to measured steps and reports its error.
@@ -35,7 +38,7 @@ DENSE = Method(Identity(), aggregator=AllReduceMean())
 
 @dataclass(frozen=True)
 class Link:
-    """The link between a worker and the others.
+    """The link between a worker and the others. Ranks of a node may share it (`Aggregator.ranks_per_link`).
 
     Attributes:
         bandwidth: bytes per second in each direction.
@@ -75,31 +78,35 @@ class Workload:
     """A model's gradients and compute time.
 
     Attributes:
-        segments: number of elements of each segment, in the order in which backward delivers them.
+        segments: number of elements of each segment of a rank, in the order in which backward delivers them.
         arrivals: time at which the gradients of each segment are complete, as a fraction of backward, ascending to 1.
         forward: seconds of the forward pass.
         backward: seconds of the backward pass.
+        shards: number of ranks that share a worker's link, each with an equal part of the model; 1 without FSDP2.
     """
 
     segments: tuple[int, ...]
     arrivals: tuple[float, ...]
     forward: float
     backward: float
+    shards: int = 1
 
     @staticmethod
-    def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25) -> Workload:
-        """Return a workload of equal segments that arrive at equal intervals."""
-        if params < 1 or not forward >= 0 or not backward >= 0:
+    def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25, *, shards: int = 1) -> Workload:
+        """Return a workload of equal segments that arrive at equal intervals; `params` are those of all shards."""
+        if params < 1 or not forward >= 0 or not backward >= 0 or shards < 1:
             raise ValueError(
-                f"params={params!r}, forward={forward!r}, backward={backward!r}: a model has at least one parameter, "
-                f"and times are 0 s or more."
+                f"params={params!r}, forward={forward!r}, backward={backward!r}, shards={shards!r}: a model has at "
+                f"least one parameter and one shard, and times are 0 s or more."
             )
+        params = math.ceil(params / shards)
         count = math.ceil(4 * params / (bucket_cap_mb * 2**20))
         return Workload(
             tuple(params // count + (number < params % count) for number in range(count)),
             tuple((number + 1) / count for number in range(count)),
             forward,
             backward,
+            shards,
         )
 
 
@@ -110,7 +117,7 @@ class Step:
     Attributes:
         seconds: duration of the step.
         exposed: seconds of the step in addition to forward and backward.
-        sent_bytes: bytes that a worker sends.
+        sent_bytes: bytes that a worker sends over its link.
     """
 
     seconds: float
@@ -151,24 +158,27 @@ def step(
     own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of summing, over all segments
     # Of each segment, the time at which its exchange ends, and the seconds of summing the received entries.
     done: list[tuple[float, float]] = []
-    arrivals = work.arrivals if method.local_steps == 1 else (1.0,) * len(work.segments)
+    after_backward = method.local_steps > 1 or (in_turn and work.shards > 1)
+    arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
     for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
         shapes = matrices(numel)
         segment = Segment(index, ("",) * len(shapes), shapes, 0)
         dense = dense_bytes * numel * dense_messages / workers
         chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
+        sharing = method.aggregator.ranks_per_link
         # As in `Reducer`, only a method whose result is a mean may fall back to the dense mean.
         may_fall_back = workers > 1 and method.aggregator.averages
         compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
         arrives = work.forward + fraction * work.backward
-        if compressed and (not may_fall_back or chosen < 4 * dense / dense_bytes):
+        if compressed and (not may_fall_back or sharing * chosen < 4 * dense / dense_bytes):
             nbytes, messages = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
             # In all exchanges of this package, a rank receives the same number of bytes that it sends.
             after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
-        else:
-            nbytes, messages, before, after = dense, dense_messages, 0.0, 0.0
+        else:  # in a ring, only one rank of a node sends to another node
+            nbytes, messages, sharing, after = dense, dense_messages, 1, 0.0
             before = dense * costs.dense_byte
+        nbytes *= sharing * work.shards
         own, added = own + before, added + after
         travel += messages * link.latency + nbytes / link.bandwidth
         if costs.shared:

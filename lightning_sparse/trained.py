@@ -12,3 +12,7 @@ sparse methods lost at most one point of accuracy (`convergence.csv`). No other 
 """
 DELAYED = 4
 """The same for TopK updates with AdamW and overlap="next_step" (`language.csv`)."""
+BFLOAT16 = 4
+"""The same for dense all-reduce of bfloat16 gradients with AdamW (`language.csv`)."""
+SHARDED = 2
+"""The same for TopK updates with AdamW between replicas that FSDP2 shards (`sharded.csv`)."""

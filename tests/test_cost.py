@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from benchmarks.harness import results
+from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
+from benchmarks.sharded import SHAPES
+from examples.models.gpt import GPT
 from lightning_sparse import METHODS, Reducer, advise, method, simulate
 from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, matrices, step
+from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
-from lightning_sparse.methods import Method
+from lightning_sparse.methods import Method, resolve_updates
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import full, in_diagonals, one_in, tiers
@@ -115,6 +119,86 @@ def test_delayed_updates_go_beside_the_next_steps():
     assert step(rarer, work, 2, Link(80 / 0.2, latency=3.3), costs).exposed == pytest.approx((7.0 + 0.1 - 4) / 2)
 
 
+def test_shards_share_the_link_of_their_worker():
+    """Two replicas of four shards, of 1000 elements each."""
+    work = Workload.even(4000, 1.0, 1.0, shards=4)
+    assert (work.segments, work.shards) == ((1000,), 4)
+    work = replace(work, segments=(500, 500), arrivals=(0.5, 1.0))
+    # Each rank sends 2 · 1/2 · 2000 bytes of a segment in two messages, and the link carries those of four ranks.
+    link = Link(4 * 2000 / 0.4, latency=0.1)
+    dense = step(DENSE, work, 2, link, Costs())
+    # The first segment is sent during backward, from 1.5 s to 2.1 s, and the second follows it.
+    assert (dense.exposed, dense.sent_bytes) == pytest.approx((0.7, 16_000))
+    # Each rank selects 5 of 500 elements, and sends 40 bytes. Selecting takes 0.05 s, and adding 0.1 s. The second
+    # segment's selection runs while the first one is sent. All of it is after backward.
+    topk, costs = Method(TopK(density=0.01, index_format="int32")), Costs(element=1e-4, entry=0.02)
+    sparse = step(topk, work, 2, Link(4 * 40 / 0.3, latency=0.0), costs, exchanged="update")
+    assert (sparse.exposed, sparse.sent_bytes) == pytest.approx((0.05 + 0.3 + 0.1 + 0.05 + 0.3 + 0.1, 320))
+    with pytest.raises(ValueError, match=r"shards=0: .* at least one parameter and one shard"):
+        Workload.even(10, 1, 1, shards=0)
+
+
+def test_ranks_of_a_node_share_its_link_in_a_hierarchical_exchange():
+    """Two nodes of four ranks, each of which sends 10 of its 1000 entries, of 8 bytes each."""
+    topk, work = Method(TopK(density=0.01, index_format="int32")), Workload((4000,), (1.0,), 1.0, 1.0)
+    by_node = step(replace(topk, aggregator=TwoLevel(ranks_per_node=4)), work, 8, Link(4 * 80, latency=0.0), Costs())
+    assert (by_node.exposed, by_node.sent_bytes) == pytest.approx((1.0, 320))
+    # Without a hierarchy, payloads of 40 entries pass the link in a ring: those of seven ranks.
+    assert step(topk, work, 8, Link(4 * 80, latency=0.0), Costs()).exposed == pytest.approx(7.0)
+    # Dense if that sends less: a ring among 8 ranks sends 2 · 7/8 · 16,000 bytes, and 4 · 1000 entries 32,000.
+    everything = replace(topk, aggregator=TwoLevel(ranks_per_node=4), compressor=TopK(1.0, index_format="int32"))
+    assert step(everything, work, 8, Link(1e9), Costs()) == step(DENSE, work, 8, Link(1e9), Costs())
+
+
+def of_two_nodes(training: str, link: Link, seconds: float):
+    """Return the modelled step of a training in `sharded_seconds.csv`: two nodes of two ranks.
+
+    Args:
+        training: its name.
+        link: the link of a node.
+        seconds: of a step without communication.
+    """
+    replicas, shards = SHAPES[training]
+    params = sum(x.numel() for x in GPT().parameters())
+    work = Workload.even(params, seconds / 3, 2 / 3 * seconds, shards=max(1, shards))
+    if training == "dense HSDP":
+        return step(DENSE, work, replicas, link, Costs())
+    chosen = resolve_updates("topk", None, ranks=2 if "hierarchical" in training else replicas)[0]
+    if "hierarchical" in training:
+        chosen = replace(chosen, aggregator=TwoLevel(chosen.aggregator, 2))
+    return step(chosen, work, replicas, link, Costs(), exchanged="update")
+
+
+def test_bytes_between_two_nodes_are_those_of_the_measurement():
+    """The measurement counts the bytes of a rank. A node sends those of two ranks, or of one rank in a ring of all."""
+    measured = results.load(results.RESULTS / "sharded_seconds.csv")
+    for run in measured.itertuples():
+        together = 1 if "whole models" in run.contestant else 2
+        said = of_two_nodes(run.contestant, Link(1e9), 0.1).sent_bytes / together
+        # A rank sends up to three messages. Each has less than 40 bytes of headers, counts and padding.
+        assert 0 <= run.sent_bytes_per_step - said <= (0 if run.contestant == "dense HSDP" else 3 * 40)
+
+
+def test_steps_between_two_nodes_are_those_of_the_measurement():
+    """Dense steps at 100 Mbit/s, from the steps with updates, whose exchange takes less than a millisecond.
+
+    Over gloo, FSDP2 waits for each all-reduce, so nothing overlaps. The model of so few parameters has one segment,
+    which is sent after backward. At 1 Gbit/s, the exchange takes less time than the tolerance.
+    """
+    measured = results.load(results.RESULTS / "sharded_seconds.csv").query("rate == '100mbit'").set_index("contestant")
+    link = Link(bits_per_second("100mbit") / 8 * PAYLOAD_SHARE)
+    dense, sparse = (measured.loc[name] for name in ("dense HSDP", "TopUp between replicas"))
+    exposed = of_two_nodes("TopUp between replicas", link, 0.1).exposed
+    assert exposed < 0.001
+    said = of_two_nodes("dense HSDP", link, sparse.median_ms / 1e3 - exposed)
+    # The standard error of a median of n normal samples is 1.25 σ/√n, and σ is (p80 − p20)/1.68. Both steps have one.
+    errors = [1.25 * (row.p80_ms - row.p20_ms) / 1.68 / math.sqrt(row.steps) for row in (dense, sparse)]
+    tolerance = 3 * math.hypot(*errors) + dense.largest_calibration_error * 1e3 * said.exposed
+    assert abs(1e3 * said.seconds - dense.median_ms) < tolerance
+    # With a link for each rank, instead of one for each node, the model would be far off.
+    assert abs(1e3 * (said.seconds - said.exposed / 2) - dense.median_ms) > 2 * tolerance
+
+
 def test_messages_of_each_way():
     messages = {name: [method(name).aggregator.messages(size) for size in (1, 2, 5, 8)] for name in METHODS}
     assert messages == {
@@ -198,6 +282,43 @@ def test_advise_prints_all_methods_and_says_when_dense_wins(capsys, monkeypatch)
         r"Of the methods that trained as well as dense with 8 workers, ddp(, 16-bit hook)? is the fastest", fast
     )
     assert "Stay with it." in fast
+
+
+def test_advise_about_sharded_models(capsys, monkeypatch):
+    """Two nodes of four devices: replicas of four shards, beside whole models on eight devices."""
+    names = ("topk", "int4", "signsgd", "dense", "dgc")
+    monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr(advise, "measure", lambda *_, **__: (Costs(element=1e-9), 1.0))
+    monkeypatch.setattr(advise, "slowdown", lambda: 1.0)
+    arguments = "--workers", "2", "--shards", "4", "--bandwidth", "10Mbit", "--backward", "0.1", "--latency", "0.03"
+    out = table(capsys, *arguments)
+    rows = {line[:24].strip(): line[24:].split() for line in out.splitlines()[3:10]}
+    whole = "topk_ddp", "topk_ddp, hierarchical"
+    assert rows.keys() == {"dense_hsdp", "dense_hsdp, 16-bit", "topk_hsdp", "int4_hsdp", "dgc_hsdp", *whole}
+    assert "2 workers of 4 shards each" in out
+    # A node of a ring sends the whole model once, in fp32 or 16 bits. Payloads of 8 ranks pass it 7 times.
+    assert [rows[name][3] for name in ("dense_hsdp", "dense_hsdp, 16-bit")] == ["0.800", "0.400"]
+    of_two, of_eight = (
+        resolve_updates("topk", None, ranks=ranks)[0].compressor.nbytes(Segment(0, ("",), ((numel,),), 0), None)
+        for ranks, numel in ((2, 50_000), (8, 200_000))
+    )
+    sent = [float(rows[name][3]) for name in ("topk_hsdp", "topk_ddp, hierarchical", "topk_ddp")]
+    assert sent == pytest.approx([4e-6 * of_two, 4e-6 * of_two, 7e-6 * of_eight], abs=0.0006)
+    assert re.search(r"^topk_hsdp takes \d+% of the time of dense_hsdp, 16-bit, .* with up to 2 workers", out, re.M)
+    assert "topk_ddp trains whole models on 8 devices, without the collectives of FSDP2" in out
+    assert "(for SGD)" in out
+    assert "next_step" not in out
+    # Only two replicas have been tried, and only with AdamW.
+    of_three = table(capsys, *arguments, "--workers", "3")
+    assert "with 3 workers, dense_hsdp, 16-bit is the fastest" in of_three
+    assert re.search("^topk_hsdp would take .* only with up to 2 workers", of_three, re.M)
+    with_sgd = table(capsys, *arguments, "--optimizer", "sgd")
+    assert re.search(r"^topk_hsdp .*\(not seen to train as dense\)", with_sgd, re.M)
+
+
+def test_shards_of_what_is_recommended_have_trained_as_dense():
+    sharded = results.load(results.RESULTS / "sharded.csv").replace({"contestant": {"dense HSDP": "dense"}})
+    assert level(sharded, "TopUp between replicas", replicas=advise.SHARDED, shards=2)
 
 
 def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
@@ -357,6 +478,8 @@ def test_advise_prints_what_it_can_for_any_method(density, capsys, monkeypatch):
         (["--bandwidth", "1Gbit", "--backward", "1", "--latency", "-1"], "latency 0 s or more"),
         (["--bandwidth", "1Gbit"], "required: --backward"),
         (["--bandwidth", "1Gbit", "--backward", "1", "--workers", "1"], "fewer than two"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--shards", "0"], "shards=0: a model has at least one"),
+        (["--bandwidth", "1Gbit", "--backward", "1", "--shards", "2.5"], "--shards: invalid int value: '2.5'"),
         (["--bandwidth", "1Gbit", "--backward", "1", "--params", "nan"], "--params: 'nan' is not a finite number"),
         (["--bandwidth", "1Gbit", "--backward", "1", "--params", "inf"], "--params: 'inf' is not a finite number"),
         (["--bandwidth", "1Gbit", "--backward", "many"], "--backward: 'many' is not a finite number"),

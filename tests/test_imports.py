@@ -57,6 +57,7 @@ ALLOWED = {
         "compressors",
         "cost",
         "hooks",
+        "logged",
         "memory",
         "methods",
         "options",
@@ -70,11 +71,12 @@ ALLOWED = {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),
     },
     "cli": {"_lightning", "methods", "strategies", "callbacks"},
+    "logged": set(),
     "trained": set(),
     "cost": {"layout", "compressors", "aggregators", "exchange", "methods"},
     "advise": {
-        *("aggregators", "comm", "compressors", "cost", "exchange", "methods", "reducer", "trained", "update_rule"),
-        "updates",
+        *("aggregators", "comm", "compressors", "cost", "exchange", "logged", "methods", "reducer", "trained"),
+        *("update_rule", "updates"),
     },
     # Only `methods` may import from `contrib`, and only `contrib.methods`.
     "contrib": {

@@ -1,6 +1,7 @@
 """The choice among candidates, on simulated times."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 from lightning_sparse import simulate
 from lightning_sparse.comm.link import measure_link
-from lightning_sparse.strategies.tuner import EVERY, SETTLING, WINDOW, Numbers, Tuner
+from lightning_sparse.strategies.tuner import EVERY, RAREST, SETTLING, WINDOW, Numbers, Tuner
 
-NAMES = ["ddp", "topk", "topk, next step", "int8", "int4"]
+NAMES = ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]
 
 
 class Machine:
@@ -26,7 +27,7 @@ class Machine:
     def numbers(self, name: str) -> Numbers:
         busy = self.own[name] + self.links[name]
         waiting = max(busy - self.hidden[name] * self.compute, 0.0)
-        return Numbers(self.slower * (self.compute + waiting), 0.0 if name == "ddp" else self.slower * waiting)
+        return Numbers(self.slower * (self.compute + waiting), math.nan if "ddp" in name else self.slower * waiting)
 
 
 def run(tuner: Tuner, machine: Machine, steps: int) -> list[str]:
@@ -70,8 +71,8 @@ def test_by_hand():
 
 def test_stock_is_kept_if_another_candidate_gains_less_than_the_spread():
     tuner = Tuner({"ddp": 0.05, "topk": 0.001}, "ddp")
-    for seconds in (0.1, 0.0995):
-        assert not tuner.decide(Numbers(seconds, 0.0))
+    for seconds, waiting in ((0.1, math.nan), (0.0995, 0.0)):
+        assert not tuner.decide(Numbers(seconds, waiting))
     assert (tuner.current, tuner.is_settled) == ("ddp", True)
 
 
@@ -94,6 +95,19 @@ def test_one_slow_window_changes_nothing():
     assert not tuner.decide(Numbers(1.0, 0.0))
     assert not tuner.decide(Numbers(2.0, 0.0))
     assert tuner.decide(Numbers(2.0, 0.0))
+
+
+def test_tries_get_rarer_on_a_link_that_changes_all_the_time():
+    tuner, restarts = Tuner({"ddp": 0.1, "topk": 0.1}, "ddp"), []
+    seconds = 1.0
+    for step in range(20 * RAREST):
+        seconds *= 1.3 if step % EVERY == 0 else 1
+        if tuner.note(Numbers(seconds, 0.0)) and tuner.decide(tuner.medians()):
+            tuner.restart(tuner.links)
+            restarts.append(step)
+    gaps = [b - a for a, b in itertools.pairwise(restarts)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 3 * EVERY < RAREST < gaps[-1]
 
 
 def test_a_single_candidate_is_never_compared():

@@ -72,6 +72,11 @@ def burst(rate: str) -> str:
     return next((size for limit, size in limits if bits_per_second(rate) <= limit), "512kb")
 
 
+def shape(rate: str) -> str:
+    """Return the arguments of `tc qdisc` for a link of a rate."""
+    return f"root tbf rate {rate} burst {burst(rate)} latency {1e3 * QUEUE:.0f}ms"
+
+
 def missing() -> str | None:
     """Return which requirement for namespaces this machine lacks; None if it has all."""
     absent = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
@@ -209,7 +214,6 @@ class ShapedLinks:
             if self._carrier.stdout.readline() != "ready\n":  # type: ignore[union-attr]
                 raise RuntimeError("The program that carries packets has failed: are there tun devices, /dev/net/tun?")
             return
-        shape = f"root tbf rate {self.rate} burst {self.burst} latency {1e3 * QUEUE:.0f}ms"
         switch, *hosts = (self._hold() for _ in range(1 + self.hosts))
         on_switch = f"nsenter --net=/proc/{switch}/ns/net"
         _run(f"{on_switch} ip link add bridge up type bridge")
@@ -218,8 +222,8 @@ class ShapedLinks:
             _run(f"{on_switch} ip link add {port} type veth peer name {INTERFACE} netns {host}")
             _run(f"{on_switch} ip link set {port} master bridge up")
             _bring_up(number, on_host)
-            _run(f"{on_host} tc qdisc add dev {INTERFACE} {shape}")
-            _run(f"{on_switch} tc qdisc add dev {port} {shape}")
+            _run(f"{on_host} tc qdisc add dev {INTERFACE} {shape(self.rate)}")
+            _run(f"{on_switch} tc qdisc add dev {port} {shape(self.rate)}")
 
 
 def _address(host: int) -> str:

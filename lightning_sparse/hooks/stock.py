@@ -1,9 +1,10 @@
-"""Leaves gradients to DDP's own all-reduce, in a session with the other ranks that explains failures."""
+"""Leaves gradients to DDP's all-reduce, in fp32 or bfloat16, in a session with other ranks that explains failures."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.comm.peers import Responder
@@ -21,13 +22,19 @@ class StockExchanger(Exchanger):
         ddp: the wrapped model, without a communication hook. This object keeps no reference to it.
         options: options of the reducer, which has no work.
         timeout: time to wait for other ranks; None takes the group's.
+        in_bfloat16: whether the sums are computed and sent in bfloat16, by torch's `bf16_compress_hook`.
     """
 
-    note = "DDP's own all-reduce averages gradients."
-    """One sentence for the summary of a run."""
     is_consistent = True
 
-    def __init__(self, ddp: DistributedDataParallel, options: ReducerOptions, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        options: ReducerOptions,
+        timeout: timedelta | None,
+        *,
+        in_bfloat16: bool = False,
+    ) -> None:
         params = trainable_parameters(ddp)
         self._session = Session(
             lambda: params,
@@ -38,11 +45,19 @@ class StockExchanger(Exchanger):
             timeout=timeout,
         )
         self._responder = Responder(self._session.comm.respond)
+        self._in_bfloat16 = in_bfloat16
+        if in_bfloat16:
+            # Without NCCL, DDP refuses torch's function, but gloo can add bfloat16.
+            ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+
+    @property
+    def note(self) -> str:
+        return f"DDP's all-reduce averages gradients{' in bfloat16' if self._in_bfloat16 else ''}."
 
     def count_step(self) -> None:
         """Count a step and its bytes."""
         self.reducer.finish_step()
-        self.comm.sent_bytes += round(self.reducer.routing.dense_nbytes)
+        self.comm.sent_bytes += round(self.reducer.routing.dense_nbytes / (2 if self._in_bfloat16 else 1))
 
     def drain(self) -> bool:
         """Return True: there are no residuals."""

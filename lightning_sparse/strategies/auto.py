@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.link import measure_link
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.stock import StockExchanger
+from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
@@ -37,11 +41,12 @@ from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Numbers, Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
-from lightning_sparse.trained import DELAYED, TRAINED
+from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 
+log = logging.getLogger(__name__)
 KEY = "lightning_sparse_auto"
 """Key of the choice in a checkpoint."""
-STOCK = "ddp"
+STOCK, BF16, TOPK = "ddp", "ddp, bf16", "topk"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
@@ -95,7 +100,7 @@ class AutoDDP:
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
 
     It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
-    within a hundred steps. It looks again every few hundred steps, and decides anew if steps take another time.
+    within a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
 
     Args:
         seed: the seed of the methods' random choices.
@@ -124,7 +129,7 @@ class AutoDDP:
                     f"and stock all-reduce is one choice. Leave {option} out; or take SparseDDPStrategy, or "
                     f"strategy='topk_ddp', to decide yourself."
                 )
-        super().__init__("topk", seed=seed, **kwargs)  # type: ignore[call-arg]
+        super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
         self._arguments = {"seed": seed, **kwargs}
 
     def _begin(self) -> None:
@@ -152,8 +157,8 @@ class AutoDDP:
         self._reducer = None
         with self._own_buckets():
             ddp = self._wrap()
-        training = StockTraining(StockExchanger(ddp, self._auto.reducer_options, self._timeout), self.optimizers)
-        self._begin_fit(trainer, training, "")
+        stock = StockExchanger(ddp, self._auto.reducer_options, self._timeout, in_bfloat16=name == BF16)
+        self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
 
     @contextlib.contextmanager
     def _own_buckets(self) -> Iterator[None]:
@@ -171,7 +176,7 @@ class AutoDDP:
         if not isinstance(training, StockTraining):
             super()._began(training, self._auto.reason, loggers)
         elif self.global_rank == 0:
-            self.inform(f"Stock all-reduce on {self.world_size} ranks. Chosen by {self._auto.reason}.")
+            self.inform(f"{self.world_size} ranks. {training.exchanger.note} Chosen by {self._auto.reason}.")
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -187,8 +192,8 @@ class AutoDDP:
             if self.global_rank == 0 and text:
                 if self._auto.tuner.current == before or not self._auto.tuner.is_settled:
                     self.inform(text)  # otherwise the summary of the new exchange has said so
-                for logger in trainer.loggers:
-                    logger.log_metrics(self._auto.scalars, trainer.global_step)
+                for logger in trainer.loggers if self._auto.tuner.is_settled else ():
+                    logger.log_metrics(self._auto.scalars(), trainer.global_step)
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
 
@@ -253,7 +258,17 @@ class AutoDDP:
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._auto.resumed = checkpoint.get(KEY, "")
+        self._auto.has_residuals = sidecars.KEY in checkpoint
         return checkpoint
+
+    def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
+        if not isinstance(self._training, StockTraining):
+            super()._load_residuals(info, states, path)
+        elif info is not None and self.global_rank == 0:
+            log.warning(
+                f"The residuals of {str(path)!r} are lost, because no sparse method is a candidate here: gradients "
+                f"that were not sent yet do not reach the weights. Resume with the strategy that wrote them."
+            )
 
     @classmethod
     def _registered(cls) -> dict[str, dict[str, Any]]:
@@ -267,15 +282,17 @@ class _Choice:
         base: the options of TopK.
 
     Attributes:
-        options: the options of each candidate, by name; None of stock all-reduce.
+        options: the options of each candidate, by name; None of dense all-reduce.
         tuner: decides.
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
         resumed: the choice in the checkpoint that was loaded last; "" without one.
+        has_residuals: whether this checkpoint has residuals.
     """
 
     def __init__(self, base: StrategyOptions) -> None:
         self._base, self.resumed, self.reason = base, "", ""
+        self.has_residuals = False
         self.options: dict[str, StrategyOptions | None] = {STOCK: None}
         self.tuner = Tuner({STOCK: 0.0}, STOCK)
         self.clock = _Clock()
@@ -293,6 +310,8 @@ class _Choice:
         agree({"candidates of auto_ddp": names}, strategy.root_device, strategy._timeout)
         links = self._measure(strategy) if len(names) > 1 else {STOCK: 0.0}
         first = STOCK if links[STOCK] < SHORT else min(links, key=links.__getitem__)
+        if self.has_residuals and TOPK in names:  # perhaps of topk_ddp
+            first = TOPK
         resumed = self.resumed if self.resumed in names else ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
@@ -315,7 +334,8 @@ class _Choice:
                 what, method = options.choose(strategy.optimizers)[0], options.method
                 if what == "update":
                     method = replace(options.for_updates(method, strategy.world_size)[0], update_rule=None)
-            links[name] = step(method, work, strategy.world_size, self._link, Costs()).seconds
+            nbytes = 2 if name == BF16 else 4
+            links[name] = step(method, work, strategy.world_size, self._link, Costs(), dense_bytes=nbytes).seconds
         return links
 
     def _link_text(self) -> str:
@@ -327,8 +347,10 @@ class _Choice:
             return False
         self._step = done
         exposed = strategy.reducer.seconds["exposed"]
-        waited, self._waited = exposed - self._waited, exposed
-        return self.tuner.note(Numbers(self.clock.take(), max(0.0, waited)))
+        waited, self._waited = max(0.0, exposed - self._waited), exposed
+        if isinstance(strategy._training, StockTraining):
+            waited = math.nan
+        return self.tuner.note(Numbers(self.clock.take(), waited))
 
     def decide(self, strategy: AutoDDP) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
@@ -349,11 +371,11 @@ class _Choice:
             return f"auto_ddp keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
         return ""
 
-    @property
     def scalars(self) -> dict[str, float]:
-        """Measured milliseconds per step by candidate, and the link, for loggers."""
-        times = {f"auto_ddp/{name}_ms": 1e3 * numbers.seconds for name, numbers in self.tuner.times.items()}
-        return {**times, "auto_ddp/link_mbit": 8e-6 * self._link.bandwidth}
+        """Return the times by which the choice was made, and the link, for loggers."""
+        times = {name: numbers.seconds for name, numbers in self.tuner.times.items()}
+        bounds = {name: self.tuner.bound(name) for name in self.tuner.links if name not in times}
+        return scalars(times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
 
 
 def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[str, StrategyOptions | None]:
@@ -364,21 +386,20 @@ def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[
         return found
     what = base.choose(optimizers)[0]
     trained = TRAINED["adamw" if what == "update" else "sgd"]
+    halves = any(param.dtype is torch.float32 for param in strategy.lightning_module.parameters())
+    if what == "update" and ranks <= BFLOAT16 and halves:
+        found[BF16] = None
     # Entries that were clipped or scaled after the exchange would not belong to the residuals.
     changes_gradients = bool(trainer.gradient_clip_val) or strategy.scaler is not None
-    if trained["topk"] >= ranks and (what == "update" or not changes_gradients):
-        found["topk"] = base
-    if what == "update" and ranks <= DELAYED and not any(_averages_weights(each) for each in trainer.callbacks):
+    if trained[TOPK] >= ranks and (what == "update" or not changes_gradients):
+        found[TOPK] = base
+    # Weights differ among ranks while an exchange is pending, and a callback may average them then.
+    if what == "update" and ranks <= DELAYED and not any(hasattr(x, "should_update") for x in trainer.callbacks):
         found["topk, next step"] = replace(base, overlap="next_step")
     for name in () if changes_gradients else ("int8", "int4"):
         if trained[name] >= ranks:
             found[name] = StrategyOptions(name, None, {}, base.reducer)
     return found
-
-
-def _averages_weights(callback: Any) -> bool:
-    """Return whether a callback averages weights, which differ among ranks while an exchange is pending."""
-    return hasattr(callback, "should_update") or "Averaging" in type(callback).__name__
 
 
 def _add_once(param: torch.nn.Parameter, residual: torch.Tensor) -> None:

@@ -93,12 +93,9 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
     # Models and optimizers:
 
-    def _prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _prepare(self, module: torch.nn.Module) -> Any:
         check_not_wrapped(module, but="FSDPModule")
-        module = self._set_up(module)
-        if any(param.requires_grad for param in module.parameters()):
-            self._check_sharded(module)
-        return module
+        return self._set_up(module)
 
     def _waits(self, module: torch.nn.Module) -> bool:
         return not self._is_dense

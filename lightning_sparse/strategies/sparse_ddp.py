@@ -137,9 +137,11 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         module = type(self.lightning_module).__name__
         remedy = f"{module}.load_from_checkpoint({str(path)!r}), and fit without ckpt_path"
         self._checkpoints.load_together(optimizers, states, load, path, remedy)
-        info = checkpoint.get(sidecars.KEY)
+        self._load_residuals(checkpoint.get(sidecars.KEY), states, path)
+
+    def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
         if self._reducer is not None:
-            self._checkpoints.load(Part(self._reducer, optimizers), info, states, path)
+            self._checkpoints.load(Part(self._reducer, self._optimizers_by_name), info, states, path)
         elif info is not None:  # this process has forked or spawned the ranks, for example
             log.warning(
                 f"The residuals of {str(path)!r} are not loaded: they belong to processes that train, and this one "

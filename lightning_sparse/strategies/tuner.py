@@ -7,14 +7,16 @@ that step, although the candidate's own work is unknown. After the tries the fas
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
 SETTLING, WINDOW = 3, 7
 """Steps that are left out after a switch, and measured steps before a decision."""
-EVERY = 200
-"""Steps between two looks at the chosen candidate."""
+EVERY, RAREST = 100, 800
+"""Steps between two looks at the chosen candidate, at first and at most. Each repetition of the tries doubles them. So
+a link that changes all the time does not cause tries all the time."""
 DRIFT = 0.2
 """Relative change of the step's time, in two looks in a row, after which candidates are tried anew."""
 GAIN = 0.03
@@ -30,7 +32,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         seconds: median duration of a step.
-        waiting: median part of it in which the rank waited for the exchange; 0 if this is unknown.
+        waiting: median part of it in which the rank waited for the exchange; NaN if this is unknown.
     """
 
     seconds: float
@@ -41,8 +43,7 @@ class Tuner:
     """The candidates, their measured times, and the present choice.
 
     Args:
-        links: seconds on the link of a step of each candidate, by name. The first one is stock all-reduce, whose
-            waiting time is unknown.
+        links: seconds on the link of a step of each candidate, by name. The first one is stock all-reduce.
         current: the candidate that trains first.
         settled: whether this is a choice of an earlier run, which needs no tries.
 
@@ -59,6 +60,7 @@ class Tuner:
         self._window: list[Numbers] = []
         self._left = SETTLING
         self._has_drifted = False
+        self._every = EVERY
 
     def wait(self, steps: int) -> None:
         """Measure no step before so many steps of the first candidate, `SETTLING` at least."""
@@ -88,19 +90,20 @@ class Tuner:
             return self._has_changed(slowest)
         self.times[self.current] = slowest
         self.current, self.is_settled = self._next()
-        self._left = EVERY if self.is_settled else SETTLING
+        self._left = self._every if self.is_settled else SETTLING
         return False
 
     def restart(self, links: Mapping[str, float]) -> None:
         """Try candidates anew, with new times on the link."""
         self.links, self.times, self.is_settled = dict(links), {}, False
         self._has_drifted, self._left = False, SETTLING
+        self._every = min(2 * self._every, RAREST)
 
     def _has_changed(self, slowest: Numbers) -> bool:
         before = self.times.setdefault(self.current, slowest)  # not measured before a resume
         drifts = abs(slowest.seconds / before.seconds - 1) > DRIFT
         changed, self._has_drifted = drifts and self._has_drifted, drifts
-        self._left = 0 if drifts else EVERY
+        self._left = 0 if drifts else self._every
         return changed
 
     def _next(self) -> tuple[str, bool]:
@@ -122,11 +125,13 @@ class Tuner:
     @property
     def _compute(self) -> float:
         """The least compute time of a step that the measurements show."""
-        found = 0.0
+        found = [0.0]
         for name, (seconds, waiting) in self.times.items():
-            waited = self.links[name] if name == self._stock else waiting
-            found = max(found, seconds - waited)
-        return found
+            if name == self._stock:
+                found.append(seconds - self.links[name])
+            elif not math.isnan(waiting):
+                found.append(seconds - waiting)
+        return max(found)
 
     def summary(self) -> str:
         """Return the measured times, and the bounds of the candidates that were not tried, as a text."""

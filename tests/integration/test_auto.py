@@ -2,19 +2,22 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from lightning_sparse import AutoDDPStrategy, RankFailure, attach_updates
-from lightning_sparse.callbacks import CommunicationMonitor
+from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, attach_updates
+from lightning_sparse.advise import main as advise
+from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.strategies.auto import KEY
 from lightning_sparse.strategies.tuner import Numbers, Tuner
-from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
@@ -83,18 +86,30 @@ def fit(net: Any, strategy: Any, rank: int, **options: Any) -> Watch:
     return watch
 
 
+class InBfloat16(pl.strategies.DDPStrategy):
+    """Lightning registers a `ddp_comm_hook` on GPUs only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+
+
 def stock_only(rank: int) -> list[Any]:
     found = []
-    for kind in (torch.optim.AdamW, torch.optim.SGD):
-        ours, theirs = fit(Net(kind, lr=0.01), auto(["ddp"]), rank), fit(Net(kind, lr=0.01), "ddp", rank)
+    for name, stock, kind in (
+        ("ddp", "ddp", torch.optim.AdamW),
+        ("ddp", "ddp", torch.optim.SGD),
+        ("ddp, bf16", InBfloat16(), torch.optim.AdamW),
+    ):
+        ours, theirs = fit(Net(kind, lr=0.01), auto([name]), rank), fit(Net(kind, lr=0.01), stock, rank)
         found.append(all(map(torch.equal, ours.weights, theirs.weights)))
         found.append(ours.sent[-1] - ours.sent[-2])
     return found
 
 
-def test_stock_all_reduce_is_that_of_ddp():
+def test_dense_all_reduce_is_that_of_ddp_and_of_its_hook():
     numel = Net().weights.numel()
-    assert lightning_ranks(2, stock_only) == [[True, 4 * numel] * 2] * 2
+    assert lightning_ranks(2, stock_only) == [[True, 4 * numel, True, 4 * numel, True, 2 * numel]] * 2
 
 
 def switched(rank: int, optimizer: str, plan: list[str]) -> Any:
@@ -127,7 +142,7 @@ def test_no_gradient_is_lost_in_switches(plan):
     tiers(
         [
             ["topk", "topk, next step", "ddp", "topk"],
-            ["ddp", "topk, next step", "int4", "topk"],
+            ["ddp, bf16", "topk, next step", "int4", "topk"],
             ["int8", "topk", "ddp"],
         ],
         [["topk", "topk, next step", "ddp", "topk"]],
@@ -193,6 +208,59 @@ def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
         assert rank or "by the checkpoint" in said[0]
 
 
+def resumed_by_others(rank: int, folder: Any) -> Any:
+    def net() -> Net:
+        return Net(torch.optim.AdamW, lr=0.01)
+
+    def saved(name: str, strategy: Any) -> str:
+        fit(net(), strategy, rank, callbacks=[pl.callbacks.ModelCheckpoint(folder / name, save_last=True)])
+        return f"{folder}/{name}/last.ckpt"
+
+    def topk() -> SparseDDPStrategy:
+        return SparseDDPStrategy("topk", process_group_backend="gloo")
+
+    def goes_on(path: str, strategy: Any) -> Watch:
+        strategy.inform = said.append
+        return fit(net(), strategy, rank, max_steps=2 * STEPS, ckpt_path=path)
+
+    said: list[str] = []
+    by_topk = saved("topk", topk())
+    by_us = saved("auto", auto(["ddp", "topk"]))
+    by_stock = saved("ddp", pl.strategies.DDPStrategy())
+    whole = fit(net(), auto(["ddp", "topk"]), rank, max_steps=2 * STEPS)
+    others = goes_on(by_topk, auto([])), goes_on(by_us, topk()), goes_on(by_stock, auto([]))
+    stock = goes_on(by_us, pl.strategies.DDPStrategy())
+    of_topk = fit(net(), topk(), rank, max_steps=2 * STEPS)
+    found = [
+        torch.equal(others[0].weights[-1], of_topk.weights[-1]),
+        torch.equal(others[1].weights[-1], whole.weights[-1]),
+        torch.equal(others[2].weights[-1], fit(net(), "ddp", rank, max_steps=2 * STEPS).weights[-1]),
+    ]
+    return found, [{*each.names} for each in others], stock.weights[-1], said
+
+
+def test_checkpoints_of_other_strategies_and_ours_in_theirs(tmp_path):
+    (found, names, weights, said), (other, _, theirs, _) = lightning_ranks(2, resumed_by_others, tmp_path, timeout=60)
+    assert found == other == [True] * 3
+    assert names == [{"topk"}, set(), {"ddp"}]
+    assert torch.equal(weights, theirs)
+    assert not any("holds no residuals" in text for text in said)
+
+
+def lost(rank: int, folder: Any) -> list[str]:
+    saves = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    fit(Net(lr=0.01), SparseDDPStrategy("topk", process_group_backend="gloo"), rank, callbacks=[saves])
+    messages = Messages()
+    fit(Net(lr=0.01), auto([]), rank, max_steps=30, ckpt_path=f"{folder}/last.ckpt", gradient_clip_val=1.0)
+    return messages.texts
+
+
+def test_residuals_without_a_candidate_that_takes_them_are_warned_of(tmp_path):
+    (warning,), others = lightning_ranks(2, lost, tmp_path)
+    assert others == []
+    assert "are lost, because no sparse method is a candidate here" in warning
+
+
 def refused(rank: int) -> list[str]:
     found = []
     for options in ({"density": 0.1}, {"method": "topk"}, {"clip_norm": 1.0}, {"on_nonfinite": "skip"}):
@@ -218,7 +286,7 @@ def only_candidates(rank: int, kind: str, size: int) -> list[str]:
     [
         ("AdamW", 1, ["ddp"]),
         ("LBFGS", 2, ["ddp"]),
-        ("AdamW", 2, ["ddp", "topk", "topk, next step", "int8", "int4"]),
+        ("AdamW", 2, ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
         ("Rprop", 2, ["ddp", "topk", "int8", "int4"]),
         *tiers([("SGD", 3, ["ddp"]), ("AdamW", 5, ["ddp", "topk"])], []),
     ],
@@ -239,7 +307,7 @@ def differs(rank: int) -> tuple[str, str]:
 def test_ranks_with_other_candidates():
     for kind, text in lightning_ranks(2, differs):
         assert kind == "RankFailure"
-        assert "Ranks differ in candidates of auto_ddp: rank 0 has topk, next step, rank 1 has int8" in text
+        assert "Ranks differ in candidates of auto_ddp: rank 0 has ddp, bf16, rank 1 has topk" in text
 
 
 class Failing(pl.Callback):
@@ -281,19 +349,52 @@ def monitored(rank: int) -> Any:
         Net(torch.optim.AdamW, lr=0.01),
         auto(["ddp", "topk", "ddp"]),
         rank,
-        callbacks=[CommunicationMonitor()],
+        callbacks=[CommunicationMonitor(), ContractionRatio(), GradientDistribution()],
         logger=[logger],
         log_every_n_steps=1,
     )
     totals = [seen["communication/bytes_total"] for seen in logger.seen if "communication/bytes_total" in seen]
-    return totals, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
+    ratios = sum(any(name.startswith("contraction") for name in seen) for seen in logger.seen)
+    return totals, ratios, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
 
 
 def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
-    (totals, choices), _ = lightning_ranks(2, monitored)
+    (totals, ratios, choices), _ = lightning_ranks(2, monitored)
+    assert 5 <= ratios <= 6  # of TopK's steps; at a switch the callback may observe the exchange that ends
     assert totals == sorted(totals)
     assert len(totals) > 4
     assert {"auto_ddp/ddp_ms", "auto_ddp/topk_ms", "auto_ddp/link_mbit"} <= {*choices[-1]}
+
+
+def logged_by_tensorboard(rank: int, folder: Path) -> None:
+    strategy = auto(["topk", "ddp", "topk"])
+    logger = pl.loggers.TensorBoardLogger(folder) if rank == 0 else False
+    fit(Net(torch.optim.AdamW, lr=0.01), strategy, rank, logger=logger, log_every_n_steps=1)
+
+
+def test_advise_shows_the_choice_of_a_run(tmp_path, capsys):
+    lightning_ranks(2, logged_by_tensorboard, tmp_path)
+    advise(["--from-log", str(tmp_path)])
+    title, _, header, *rows = capsys.readouterr().out.splitlines()
+    assert "step 12: the link carries" in title
+    assert header.split() == ["ms/step"]
+    found = {row[:18].strip(): row[18:].split() for row in rows}
+    assert {*found} == {"ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"}
+    assert [name for name, row in found.items() if row[:2] != ["at", "least"]] == [
+        name for name in found if name in ("topk", "ddp")
+    ]
+    assert [name for name, row in found.items() if row[-1] == "trains"] == ["topk"]
+    times = [float(row[2] if row[0] == "at" else row[0]) for row in found.values()]
+    assert times == sorted(times)
+    assert all(time > 0 for time in times)
+
+
+def test_advise_of_a_folder_without_a_choice(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        advise(["--from-log", str(tmp_path)])
+    assert (
+        "has no event file of TensorBoard. Give the folder of a run with strategy='auto_ddp'" in capsys.readouterr().err
+    )
 
 
 def measured(rank: int) -> Any:

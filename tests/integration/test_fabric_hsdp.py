@@ -19,6 +19,7 @@ from lightning_fabric.plugins import MixedPrecision
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_sparse import METHODS, FabricSparseHSDPStrategy, attach_updates, exchange_pending
 from lightning_sparse import checkpoint as sidecars
@@ -238,6 +239,35 @@ def test_bf16_weights():
         assert not equal(found, start)
 
 
+@full
+def test_tensor_parallel_replicas_train_as_one_process():
+    def run(rank: int) -> Any:
+        def parallel(model: Any, mesh: Any) -> Any:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, mesh["tensor_parallel"], plan)
+            return shard(model, mesh["data_parallel"])
+
+        fabric = launched(hsdp(parallelize_fn=parallel, tensor_parallel_size=2))
+        model = fabric.setup_module(nn.Sequential(*net()[:3]))
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.05))
+        alone = nn.Sequential(*net()[:3])
+        expected = torch.optim.SGD(alone.parameters(), lr=0.05)
+        for step in range(STEPS):
+            fabric.backward(loss_of(model, step, rank // 2, 2))  # tensor-parallel ranks share a part of the data
+            sum(loss_of(alone, step, part, 2) / 2 for part in range(2)).backward()
+            for each in (optimizer, expected):
+                each.step()
+                each.zero_grad()
+        start = nn.Sequential(*net()[:3])
+        return weights(model), whole(alone), whole(start), tuple(fabric.strategy.device_mesh.shape)
+
+    for ours, expected, start, shape in lightning_ranks(4, run):
+        assert shape == (2, 1, 2)
+        # As for SGD above. A gradient below 1 is also a sum of at most 24 terms in another order, off by 2^-24 each.
+        assert difference(ours, expected) < STEPS * (2 * 2**-25 + 0.05 * 24 * 2**-24) * 12
+        assert difference(ours, start) > 0.01
+
+
 # Models and optimizers, together and apart:
 
 
@@ -393,6 +423,27 @@ def test_resumes_bit_for_bit_and_goes_on_with_another_number_of_replicas(options
     sums += [sum(float(rank[2][i]["residual"].sum()) for rank in ranks) / n for i, n in enumerate(replicas)]
     assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-5)
     assert sums[0] != 0
+
+
+@full
+def test_dense_replicas_resume_bit_for_bit(tmp_path):
+    def run(rank: int) -> Any:
+        found = []
+        for resumes in (False, True):
+            fabric, model, optimizer = set_up(hsdp("dense"))
+            state = {"model": model, "optimizer": optimizer}
+            if resumes:
+                fabric.load(tmp_path / "a.ckpt", state)
+            else:
+                train(fabric, model, optimizer, count=3)
+                fabric.save(tmp_path / "a.ckpt", state)
+            train(fabric, model, optimizer, count=3, first=3)
+            found.append(weights(model))
+        return found
+
+    for whole_run, resumed in lightning_ranks(4, run):
+        assert equal(whole_run, resumed)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @full

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from tests.integration.failing import SOON
 from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
 from tests.integration.trainers import lightning_ranks, trainer
 from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
@@ -151,6 +153,11 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 
 @full
+@pytest.mark.reliability(
+    "topk_hsdp: disk full on one rank in a save",
+    checked="the error on all ranks; the next save works",
+    methods=["topk"],
+)
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works(tmp_path):
     for errors, files in lightning_ranks(4, on_a_full_disk, str(tmp_path)):
         assert [bool(error) for error in errors] == [False, True, False]
@@ -260,6 +267,9 @@ def fails(rank: int, broken: int) -> Any:
 
 
 @full
+@pytest.mark.reliability(
+    "topk_hsdp: NaN in one replica", checked="an error that names the rank, on all ranks", methods=["topk"]
+)
 def test_a_nan_in_one_replica_ends_all_ranks():
     for error in lightning_ranks(4, fails, 3):
         assert error.startswith((NonFiniteGradient.__name__, RankFailure.__name__, "RuntimeError")), error
@@ -275,11 +285,45 @@ def skips(rank: int) -> Any:
 
 
 @full
+@pytest.mark.reliability(
+    "topk_hsdp: NaN in one replica, on_nonfinite='skip'", checked="finite weights, equal on all ranks", methods=["topk"]
+)
 def test_a_replica_with_a_nan_skips_its_step():
     results = lightning_ranks(4, skips)
     for weights in results:
         assert all(x.isfinite().all() for x in weights.values())
         assert all(torch.equal(x, results[0][name]) for name, x in weights.items())
+
+
+def beside_another(rank: int, event: str) -> tuple[str, float]:
+    """Train while rank 3 has another seed, or is killed in a step; return the error, and the seconds until it."""
+    module, started = Module(), time.monotonic()
+    if (rank, event) == (3, "killed"):
+        module.hooks = {2: lambda loss: os.kill(os.getpid(), signal.SIGKILL)}
+    seed = int((rank, event) == (3, "another seed"))
+    return attempt(lambda: fitted(hsdp("topk", density=0.2, seed=seed), module)), time.monotonic() - started
+
+
+@full
+@pytest.mark.reliability(
+    "topk_hsdp: one rank has other settings", checked="one error on all ranks, before training", methods=["topk"]
+)
+def test_other_settings_on_one_rank_are_an_error_on_all():
+    for error, _ in lightning_ranks(4, beside_another, "another seed"):
+        assert error.startswith("RankFailure: Ranks differ in seed: rank 0 has 0, rank 3 has 1"), error
+
+
+@full
+@pytest.mark.reliability(
+    "topk_hsdp: one rank is killed in a step", checked="cause on the ranks of both replicas", methods=["topk"]
+)
+def test_all_ranks_end_with_the_cause_if_one_is_killed():
+    """Rank 2 waits in a collective of FSDP2, rank 1 in the exchange, and rank 0 for rank 2."""
+    *others, killed = lightning_ranks(4, beside_another, "killed")
+    assert killed is None
+    for error, seconds in others:
+        assert "No answer from rank 3" in error, error
+        assert seconds < SOON
 
 
 class Told(pl.Callback):
@@ -298,6 +342,9 @@ def told(rank: int) -> Any:
 
 
 @full
+@pytest.mark.reliability(
+    "topk_hsdp: SIGTERM for one rank", checked="all ranks end after the same batch, and name it", methods=["topk"]
+)
 def test_all_ranks_end_after_the_same_batch_if_one_is_told_to():
     results = lightning_ranks(4, told)
     assert len({step for step, _ in results}) == 1

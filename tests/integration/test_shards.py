@@ -468,6 +468,11 @@ ERRORS = {
 }
 
 
+@pytest.mark.reliability(
+    "sharded by FSDP2, without Lightning: wrong groups, meshes or optimizers; one rank has other settings",
+    checked="one error on all ranks, before training",
+    methods=["topk"],
+)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[full] * (name != "no group")) for name in ERRORS])
 def test_bad_input_is_one_clear_error_on_all_ranks(name):
     for found in run_ranks(4, bad_input, [name]):
@@ -620,7 +625,25 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("event", tiers(CAUSES, ["nan"]))
+CASES = {
+    "nan": "NaN in one replica",
+    "nan, then a pause": "NaN in one replica, and no process ends",
+    "error": "one rank: an error of the loop",
+    "killed": "one rank is killed in a step",
+    "hangs": "one rank hangs",
+}
+CHECKED = {"hangs": "cause on the ranks of the other replica; its own replica waits for it in a collective of FSDP2"}
+
+
+def case(event: str) -> Any:
+    checked = CHECKED.get(event, "cause on the ranks of both replicas")
+    mark = pytest.mark.reliability(
+        f"sharded by FSDP2, without Lightning: {CASES[event]}", checked=checked, methods=["topk"]
+    )
+    return pytest.param(event, marks=[mark, *([] if event == "nan" else [full])])
+
+
+@pytest.mark.parametrize("event", [case(event) for event in CAUSES])
 def test_a_failure_in_one_group_ends_all_ranks_with_the_cause(event, tmp_path):
     run_ranks(4, failing, event, tmp_path)
     found = {int(path.name): json.loads(path.read_text()) for path in tmp_path.iterdir()}

@@ -1,0 +1,62 @@
+"""`python -m lightning_sparse advise --from-log FOLDER`: shows what `auto_ddp` has measured in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+PREFIX = "auto_ddp/"
+LINK, MESSAGE, CHOSEN = f"{PREFIX}link_mbit", f"{PREFIX}message_ms", f"{PREFIX}chosen_ms"
+BOUND, MEASURED = "_at_least_ms", "_ms"
+"""Ends of the other scalars' names, which contain the candidate's."""
+
+
+def scalars(
+    times: Mapping[str, float], bounds: Mapping[str, float], chosen: str, bandwidth: float, latency: float
+) -> dict[str, float]:
+    """Return the scalars that `auto_ddp` logs.
+
+    Args:
+        times: measured seconds of a step by candidate.
+        bounds: least seconds of a step of the other candidates.
+        chosen: the candidate that trains.
+        bandwidth: bandwidth of the link in bytes per second.
+        latency: seconds of a message without its bytes.
+    """
+    found = {f"{PREFIX}{name}{MEASURED}": 1e3 * seconds for name, seconds in times.items()}
+    found |= {f"{PREFIX}{name}{BOUND}": 1e3 * seconds for name, seconds in bounds.items()}
+    return {**found, CHOSEN: 1e3 * times[chosen], LINK: 8e-6 * bandwidth, MESSAGE: 1e3 * latency}
+
+
+def table(folder: Path) -> str:
+    """Return the newest measurements of `auto_ddp` in a folder of TensorBoard logs, as a text.
+
+    Raises:
+        ValueError: there is no such log.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    files = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for file in files:
+        log = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        log.Reload()
+        last = {tag: log.Scalars(tag)[-1] for tag in log.Tags()["scalars"] if tag.startswith(PREFIX)}
+        if CHOSEN in last:
+            step = last[CHOSEN].step
+            return _text(file, step, {tag: event.value for tag, event in last.items() if event.step == step})
+    found = f"{len(files)} event files, but no scalars of auto_ddp" if files else "no event file of TensorBoard"
+    raise ValueError(
+        f"{str(folder)!r} has {found}. Give the folder of a run with strategy='auto_ddp' and a TensorBoardLogger. It "
+        f"logs when it has decided, after 55 steps at the earliest."
+    )
+
+
+def _text(file: Path, step: int, values: dict[str, float]) -> str:
+    link, message, chosen = (values.pop(name) for name in (LINK, MESSAGE, CHOSEN))
+    rows = []
+    for tag, ms in sorted(values.items(), key=lambda item: item[1]):
+        end = BOUND if tag.endswith(BOUND) else MEASURED
+        name, least = tag.removeprefix(PREFIX).removesuffix(end), "at least" if end == BOUND else ""
+        rows.append(f"{name:18}{least:>10}{ms:10.1f}{'  trains' if ms == chosen else ''}")
+    title = f"{file}, step {step}: the link carries {link:.3g} Mbit/s, {message:.2g} ms a message."
+    return "\n".join([title, "", f"{'':28}{'ms/step':>10}", *rows])
