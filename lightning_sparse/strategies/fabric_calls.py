@@ -78,8 +78,12 @@ class FabricCalls:
     @property
     def reducers(self) -> list[Reducer]:
         """The reducers of the models that were set up, in this order."""
-        exchangers = (training.exchanger for training in self._trainings.values())
-        return [exchanger.reducer for exchanger in exchangers if exchanger is not None]
+        return [exchanger.reducer for exchanger in self._exchangers]
+
+    @property
+    def _exchangers(self) -> list[Any]:
+        """The exchangers of the models that were set up. A model whose replicas are averaged densely has none."""
+        return [training.exchanger for training in self._trainings.values() if training.exchanger is not None]
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -90,10 +94,8 @@ class FabricCalls:
         if os.getpid() != pid:  # a forked child
             return
         error: BaseException | None = getattr(sys, "last_value", None)  # has ended the program
-        trainings = [*self._trainings.values()]
-        exchangers = (training.exchanger for training in trainings)
-        in_order = error is None and all(each is None or each.is_consistent for each in exchangers)
-        for training in trainings:
+        in_order = error is None and all(exchanger.is_consistent for exchanger in self._exchangers)
+        for training in [*self._trainings.values()]:
             if error is not None:
                 training.fail(error)
             elif isinstance(training, UpdateTraining):

@@ -164,18 +164,16 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         if self._is_distributed and self._replica:
             # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
             checkpoint = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
-        found = self._resumed(state) if self._is_distributed else None
-        if found is None:
-            if any(isinstance(value, Optimizer) for value in state.values()):
-                remedy = "To resume bit for bit, save all optimizers, with save_distributed_checkpoint=True."
-                self._inform_of_no_residuals(path, remedy)
-            write(checkpoint)
+        found, place = self._resumed(state) if self._is_distributed else None, self.broadcast(sidecars.absolute(path))
+        if found is not None:
+            write_replica(place, *found, lambda entry: write({**checkpoint, sidecars.KEY: entry}))
             return
-
-        def finish(entry: dict[str, Any]) -> None:
-            write({**checkpoint, sidecars.KEY: entry})
-
-        write_replica(self.broadcast(sidecars.absolute(path)), *found, finish)
+        if _has_optimizer(state):
+            remedy = "To resume bit for bit, save all optimizers, with save_distributed_checkpoint=True."
+            self._inform_of_no_residuals(path, remedy)
+        write(checkpoint)
+        self.barrier()  # rank 0 writes last
+        sidecars.prune(place)  # of a checkpoint that this one replaces
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects of `state`, on all ranks. It completes pending exchanges first.
@@ -192,13 +190,11 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         info = rest.pop(sidecars.KEY, None)
         if (found := self._resumed(state)) is not None:
             self._load_replica(path, info, *found)
+        elif info is not None and _has_optimizer(state) and self.global_rank == 0:
+            self.inform(f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model.")
         for training in self._trainings.values():
             training.begin()  # from replica 0's weights
         return rest
-
-    @property
-    def _exchangers(self) -> list[Any]:
-        return [training.exchanger for training in self._trainings.values() if training.exchanger is not None]
 
     def _resumed(self, state: Mapping[str, Any]) -> tuple[torch.nn.Module, Any] | None:
         """Return a model with its exchange if a checkpoint's state has the model and all its optimizers."""
@@ -207,3 +203,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             if training.exchanger is not None and held.issuperset({id(module), *map(id, training.optimizers)}):
                 return module, training.exchanger
         return None
+
+
+def _has_optimizer(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Optimizer) for value in state.values())

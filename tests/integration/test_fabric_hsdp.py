@@ -157,8 +157,8 @@ def test_the_mean_of_sgds_updates_is_the_update_of_the_mean_and_dense_replicas_a
     for found, start, reducers in lightning_ranks(4, run):
         assert reducers == []
         assert equal(found["dense"], found["stock"])
-        # A step rounds weights below 1 to 2^-25 at most, in x - lr * g and in x - mean. Each later step may enlarge the
-        # sum of these errors by 1 + lr * L, with a curvature L below 10: less than 1.5^6 = 12 times in six steps.
+        # A step rounds weights below 1 by 2^-25 at most, in x - lr * g and in x - mean. A later step enlarges the sum of
+        # these errors at most by 1 + lr * L, for a curvature L below 10. In six steps that is 1.5^6 < 12 times.
         assert difference(found["exact"], found["stock"]) < STEPS * 2 * 2**-25 * 12
         assert difference(found["exact"], start) > 0.01
 
@@ -502,7 +502,8 @@ def test_other_saves_and_loads(tmp_path):
         fabric.strategy.inform = lines.append
         train(fabric, model, optimizer, count=2)
         state = {"model": model, "optimizer": optimizer}
-        fabric.save(tmp_path / "weights.ckpt", {"model": model})
+        fabric.save(tmp_path / "weights.ckpt", state)
+        fabric.save(tmp_path / "weights.ckpt", {"model": model})  # in its place
         fabric.save(tmp_path / "whole.ckpt", state)
         errors = [caught(lambda: fabric.load(tmp_path / "none.ckpt", state))]
         errors += [caught(lambda: fabric.load(tmp_path / "whole.ckpt"))]
@@ -531,6 +532,31 @@ def test_other_saves_and_loads(tmp_path):
         assert all(text in line for text, line in zip(texts, lines, strict=False))
     assert not (tmp_path / "weights.ckpt.residuals").exists()
     assert len([*(tmp_path / "whole.ckpt.residuals").iterdir()]) == 4, "the save that failed has left no files"
+
+
+@full
+def test_a_part_of_the_optimizers_is_saved_and_loaded_without_residuals(tmp_path):
+    def run(rank: int) -> Any:
+        lines: list[str] = []
+        fabric = launched(hsdp(**SPARSE))
+        model = fabric.setup_module(net())
+        parts = [*model.parameters()]
+        optimizers = (torch.optim.AdamW(part, lr=0.01) for part in (parts[:2], parts[2:]))
+        first, last = fabric.setup_optimizers(*optimizers)
+        fabric.strategy.inform = lines.append
+        train(fabric, model, first, last)
+        fabric.save(tmp_path / "part.ckpt", {"model": model, "first": first})
+        fabric.save(tmp_path / "whole.ckpt", {"model": model, "first": first, "last": last})
+        fabric.load(tmp_path / "part.ckpt", {"model": model, "first": first})
+        fabric.load(tmp_path / "whole.ckpt", {"model": model, "first": first})
+        return lines, torch.cat([x["exp_avg"].to_local().flatten() for x in first.optimizer.state.values()])
+
+    (lines, moments), _, (_, others), _ = lightning_ranks(4, run)
+    assert torch.equal(moments, others), "of replica 0"
+    assert len(lines) == 2
+    assert "part.ckpt' holds the weights and the first replica's optimizer, and no residuals" in lines[0]
+    assert "whole.ckpt' are not loaded: the state lacks an optimizer" in lines[1]
+    assert not (tmp_path / "part.ckpt.residuals").exists()
 
 
 # Failures:
