@@ -61,13 +61,23 @@ def trained(kind: str, optimizer_name: str, clip: float | None = None, micro: in
     return whole(model)
 
 
+def averages() -> bool:
+    """Return whether gloo averages in a reduce-scatter. With torch 2.8 it adds, so FSDP2's gradients are sums."""
+    mean = torch.zeros(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    return bool(mean == 1)
+
+
 def differences(rank: int, optimizer: str) -> dict[str, float]:
     got = {kind: trained(kind, optimizer) for kind in ("alone", "native", "updates", "flat")}
     clipped = {kind: trained(kind, optimizer, clip=0.05) for kind in ("updates", "flat")}
-    return {
+    means = {
         "alone, native": difference(got["alone"], got["native"]),
-        "native, updates": difference(got["native"], got["updates"]),
         "updates, flat": difference(got["updates"], got["flat"]),
+    }
+    return {
+        **(means if averages() else {}),
+        "native, updates": difference(got["native"], got["updates"]),
         "clipped": difference(clipped["updates"], clipped["flat"]),
         "effect of clipping": difference(clipped["updates"], got["updates"]),
         "micro-batches": difference(trained("updates", optimizer, micro=2), got["updates"]),
