@@ -157,8 +157,8 @@ def test_the_mean_of_sgds_updates_is_the_update_of_the_mean_and_dense_replicas_a
     for found, start, reducers in lightning_ranks(4, run):
         assert reducers == []
         assert equal(found["dense"], found["stock"])
-        # A step rounds weights below 1 by 2^-25 at most, in x - lr * g and in x - mean. A later step enlarges the sum of
-        # these errors at most by 1 + lr * L, for a curvature L below 10. In six steps that is 1.5^6 < 12 times.
+        # A step rounds weights below 1 by 2^-25 at most, in x - lr * g and in x - mean. A later step enlarges their
+        # sum at most by 1 + lr * L, for a curvature L below 10. In six steps that is 1.5^6 < 12 times.
         assert difference(found["exact"], found["stock"]) < STEPS * 2 * 2**-25 * 12
         assert difference(found["exact"], start) > 0.01
 
