@@ -91,7 +91,9 @@ def compares_collectives(group: dist.ProcessGroup, device: torch.device) -> bool
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a group's collectives for tensors of a device. Private in torch 2.8 to 2.15."""
-    timeout: timedelta = group._get_backend(device).options._timeout
+    backend = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps it. Torch 2.8's wrapper has no options.
+    timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
     return timeout
 
 

@@ -144,6 +144,7 @@ def test_exact_options_give_the_mean(name):
         assert torch.allclose(out.float(), mean, rtol=1e-6, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8's Adam calls item() on the default device")
 @one_in(3)
 @pytest.mark.parametrize("name", DISTINCT)
 def test_another_default_device_changes_nothing(name):

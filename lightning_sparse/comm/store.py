@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +65,7 @@ class BoundedStore:
         answer = in_thread(call, "lightning_sparse store")
         try:
             return answer.result(self._seconds)
-        except TimeoutError as error:
+        except FutureTimeout as error:  # Python's own TimeoutError since 3.11
             if answer.done():  # the store raised this TimeoutError itself
                 raise
             self._late = answer

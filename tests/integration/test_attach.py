@@ -376,7 +376,14 @@ def attached_twice(rank: int, hook: str) -> tuple[tuple[str, str, float], list[A
         ("attach", "attach was called on this DistributedDataParallel before"),
         ("builtin", "has the communication hook BuiltinCommHookType.FP16_COMPRESS already"),
         ("torch's", "has the communication hook fp16_compress_hook already"),
-        ("mixed", "Leave mixed_precision out, and call the model under torch.autocast"),
+        pytest.param(
+            "mixed",
+            "Leave mixed_precision out, and call the model under torch.autocast",
+            marks=pytest.mark.skipif(
+                torch.version.cuda is not None and not torch.cuda.is_available(),
+                reason="torch built for CUDA then wants a GPU",
+            ),
+        ),
     ],
 )
 def test_a_model_takes_one_hook_and_attach_says_so(hook, message):
