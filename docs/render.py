@@ -579,15 +579,32 @@ def auto() -> str:
     found = read("auto")
     names = [name for name in dict.fromkeys(found.strategy) if name != "auto"]
     rows = []
-    for (workers, rate, million, event), runs in found.groupby(["workers", "rate", "million", "event"], sort=False):
-        by_name = runs.set_index("strategy")
-        ours = by_name.loc["auto"]
-        where = str(rate) if event == "no event" else str(event) if "bit" in str(event) else f"{rate}, {event}"
-        cells = [f"{by_name.ms[name]:.0f}" for name in names]
-        measured = [f"{ours.ms:.0f} ({ours.ms_min:.0f} to {ours.ms_max:.0f})", f"{ours.to_best:.2f}"]
-        rows.append([f"{workers}", where, f"{million:g}", *cells, *measured, str(ours.choice)])
+    for case, runs in found.groupby(AUTO_CASE, sort=False):
+        workers, million, ours = case[2], case[1], runs.set_index("strategy").loc["auto"]
+        cells = [f"{ms:.0f}" for ms in runs.set_index("strategy").ms[names]]
+        measured = [f"{ours.ms:.0f} ({ours.ms_min:.0f} to {ours.ms_max:.0f})", f"{ours.min_to_best:.2f}"]
+        rows.append([f"{workers}", auto_link(*case), f"{million:g}", *cells, *measured, str(ours.choice)])
     header = ["workers", "link", "million parameters", *(f"`{name}`" for name in names), "`auto`", "to the fastest"]
     return table([*header, "choice"], rows)
+
+
+AUTO_CASE = ["rate", "million", "workers", "event"]
+
+
+def auto_link(rate: str, million: float, workers: int, event: str) -> str:
+    """Write the link of a case, and its event."""
+    return rate if event == "no event" else event if "bit" in event else f"{rate}, {event}"
+
+
+def auto_worst() -> str:
+    """The largest ratios of `auto_ddp` to the fastest candidate and to stock `ddp`, in the fastest of the rounds."""
+    ours = read("auto").query("strategy == 'auto'")
+    lines = []
+    for column, other in (("min_to_best", "the fastest candidate"), ("min_to_ddp", "`ddp`")):
+        worst = ours.loc[ours[column].idxmax()]
+        where = f"{auto_link(*worst[AUTO_CASE])}, {worst.million:g} million parameters, {worst.workers} workers"
+        lines.append(f"- The step time of `auto_ddp` was at most {worst[column]:.2f} of that of {other} ({where}).\n")
+    return "".join(lines)
 
 
 def sharded() -> str:
@@ -1230,6 +1247,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "front-seconds": front_seconds,
     "frontier": frontier,
     "auto": auto,
+    "auto-worst": auto_worst,
     "sharded": sharded,
     "sharded-memory": sharded_memory,
     "sharded-seconds": sharded_seconds,

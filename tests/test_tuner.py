@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sparse import simulate
-from lightning_sparse.comm.link import measure_link
+from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.strategies.tuner import EVERY, RAREST, SETTLING, WINDOW, Numbers, Tuner
 
 NAMES = ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]
@@ -97,6 +97,20 @@ def test_one_slow_window_changes_nothing():
     assert tuner.decide(Numbers(2.0, 0.0))
 
 
+def test_a_faster_link_is_noticed_although_the_step_takes_the_same_time():
+    tuner = Tuner({"ddp": 1.0, "topk": 0.1}, "topk")
+    assert tuner.probe_seconds == 0
+    assert not tuner.decide(Numbers(0.2, 0.0))
+    assert (tuner.current, tuner.is_settled) == ("topk", True)
+    assert tuner.probe_seconds == pytest.approx(0.005 * EVERY * 0.2)
+    assert [tuner.decide(Numbers(0.2, 0.0), factor) for factor in (2.0, 1.0, 1.4, 2.0, 2.0)] == [False] * 4 + [True]
+    tuner.restart({"ddp": 0.01, "topk": 0.001})
+    assert not tuner.decide(Numbers(0.2, 0.0))
+    assert tuner.current == "ddp"
+    assert not tuner.decide(Numbers(0.19, 0.0))
+    assert (tuner.current, tuner.is_settled, tuner.probe_seconds) == ("ddp", True, 0)
+
+
 def test_tries_get_rarer_on_a_link_that_changes_all_the_time():
     tuner, restarts = Tuner({"ddp": 0.1, "topk": 0.1}, "ddp"), []
     seconds = 1.0
@@ -122,3 +136,11 @@ def test_all_ranks_measure_the_same_link(size):
     bandwidth, latency = found[0]
     assert bandwidth > 1e5
     assert 0 < latency < 1
+
+
+@pytest.mark.parametrize("bandwidth", [1e4, 1e15])
+def test_a_faster_link_is_measured_as_faster_on_all_ranks(bandwidth):
+    """A link of 10 kB/s would take 0.1 s for the message, and one of 10^15 no time."""
+    found = simulate(3, lambda comm: speed_up(comm, torch.device("cpu"), bandwidth, 0.0, 0.1))
+    assert len({*found}) == 1
+    assert found[0] > 1.5 if bandwidth == 1e4 else 0 < found[0] < 1

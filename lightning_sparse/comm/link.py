@@ -25,26 +25,46 @@ def measure_link(comm: Comm, device: torch.device) -> tuple[float, float]:
         The bandwidth in bytes per second in each direction, and the seconds of a message without its bytes. Equal on
         all ranks.
     """
-
-    def timed(numel: int) -> float:
-        x = torch.zeros(numel, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        comm.all_reduce(x)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    def slowest(seconds: float) -> float:
-        return float(comm.all_reduce(torch.tensor([seconds], device=device), "max"))
-
-    short = slowest(statistics.median([timed(2) for _ in range(6)][1:]))
+    short = _slowest(comm, device, statistics.median([_timed(comm, device, 2) for _ in range(6)][1:]))
     numel, seconds = 1 << 14, 0.0
     while True:
-        seconds = slowest(timed(numel))
+        seconds = _slowest(comm, device, _timed(comm, device, numel))
         if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
             break
         numel *= 4
     nbytes = 2 * (comm.size - 1) / comm.size * 4 * numel
     return nbytes / max(seconds - short, 1e-2 * seconds), short / (2 * (comm.size - 1))
+
+
+def speed_up(comm: Comm, device: torch.device, bandwidth: float, latency: float, seconds: float) -> float:
+    """Measure the factor by which the link is faster than before, by one all-reduce. All ranks call it.
+
+    Args:
+        comm: connection to the other ranks.
+        device: device of the message.
+        bandwidth: bandwidth in bytes per second, as it was measured before.
+        latency: seconds of a message without its bytes, as they were measured before.
+        seconds: about the time for the all-reduce, if nothing has changed.
+
+    Returns:
+        The factor, equal on all ranks.
+    """
+    share = 2 * (comm.size - 1) / comm.size * 4
+    numel = min(max(1 << 10, int(seconds * bandwidth / share)), MOST_ELEMENTS)
+    expected = share * numel / bandwidth + 2 * (comm.size - 1) * latency
+    return expected / _slowest(comm, device, _timed(comm, device, numel))
+
+
+def _timed(comm: Comm, device: torch.device, numel: int) -> float:
+    x = torch.zeros(numel, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    comm.all_reduce(x)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _slowest(comm: Comm, device: torch.device, seconds: float) -> float:
+    return float(comm.all_reduce(torch.tensor([seconds], device=device), "max"))

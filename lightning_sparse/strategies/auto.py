@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.comm import ProcessGroupComm
-from lightning_sparse.comm.link import measure_link
+from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.stock import StockExchanger
@@ -356,10 +356,14 @@ class _Choice:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
         own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
-        rows = strategy.reducer.comm.all_gather_rows(own)
+        comm, link = strategy.reducer.comm, self._link
+        sent, rows = comm.sent_bytes, comm.all_gather_rows(own)
         slowest = Numbers(*map(float, rows.max(0).values))
-        before, was_settled = self.tuner.current, self.tuner.is_settled
-        if self.tuner.decide(slowest):
+        before, was_settled, factor = self.tuner.current, self.tuner.is_settled, 1.0
+        if seconds := self.tuner.probe_seconds:
+            factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds)
+        comm.sent_bytes = sent  # counts the bytes of steps only
+        if self.tuner.decide(slowest, factor):
             self.tuner.restart(self._measure(strategy))
             return (
                 f"auto_ddp: a step takes {1e3 * slowest.seconds:.3g} ms now, and {self._link_text()}: it tries again."

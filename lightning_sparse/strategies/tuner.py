@@ -19,6 +19,11 @@ EVERY, RAREST = 100, 800
 a link that changes all the time does not cause tries all the time."""
 DRIFT = 0.2
 """Relative change of the step's time, in two looks in a row, after which candidates are tried anew."""
+FASTER = 1.5
+"""Factor by which the link has become faster in two looks in a row, for the same. Methods that send few bytes gain
+nothing from a faster link, so their time does not show it."""
+PROBE = 0.005
+"""Share of the time between two looks for one message that shows the speed of the link."""
 GAIN = 0.03
 """Relative gain that is worth a try."""
 MARGIN = 0.01
@@ -79,15 +84,27 @@ class Tuner:
         seconds, waiting = zip(*self._window, strict=True)
         return Numbers(statistics.median(seconds), statistics.median(waiting))
 
-    def decide(self, slowest: Numbers) -> bool:
-        """Choose the candidate that trains next, by the slowest rank's medians.
+    @property
+    def probe_seconds(self) -> float:
+        """The time for a message that shows the speed of the link before the next decision; 0 if none is needed."""
+        if not self.is_settled or self.current == self._stock or self.current not in self.times:
+            return 0.0
+        return PROBE * self._every * self.times[self.current].seconds
+
+    def decide(self, slowest: Numbers, speed_up: float = 1.0) -> bool:
+        """Choose the candidate that trains next.
+
+        Args:
+            slowest: the slowest rank's medians.
+            speed_up: factor by which the link is faster than before.
 
         Returns:
-            Whether the time of a step has drifted. Then the link is measured again, and `restart` called.
+            Whether the time of a step has drifted, or the link is faster. Then the link is measured again, and
+            `restart` called.
         """
         self._window.clear()
         if self.is_settled:
-            return self._has_changed(slowest)
+            return self._has_changed(slowest, speed_up)
         self.times[self.current] = slowest
         self.current, self.is_settled = self._next()
         self._left = self._every if self.is_settled else SETTLING
@@ -99,9 +116,9 @@ class Tuner:
         self._has_drifted, self._left = False, SETTLING
         self._every = min(2 * self._every, RAREST)
 
-    def _has_changed(self, slowest: Numbers) -> bool:
+    def _has_changed(self, slowest: Numbers, speed_up: float) -> bool:
         before = self.times.setdefault(self.current, slowest)  # not measured before a resume
-        drifts = abs(slowest.seconds / before.seconds - 1) > DRIFT
+        drifts = abs(slowest.seconds / before.seconds - 1) > DRIFT or speed_up > FASTER
         changed, self._has_drifted = drifts and self._has_drifted, drifts
         self._left = 0 if drifts else self._every
         return changed
@@ -120,7 +137,8 @@ class Tuner:
 
     def bound(self, name: str) -> float:
         """Return the least time of a step of a candidate that has not been tried."""
-        return max(self._compute, ERROR * self.links[name])
+        # Measured steps contain the own work of methods that compress. Stock all-reduce has none.
+        return max(0.0 if name == self._stock else self._compute, ERROR * self.links[name])
 
     @property
     def _compute(self) -> float:

@@ -39,7 +39,7 @@ class Planned(Tuner):
         self._window = [numbers]
         return self.steps % 6 == 0 and not self.is_settled
 
-    def decide(self, slowest: Numbers) -> bool:
+    def decide(self, slowest: Numbers, speed_up: float = 1.0) -> bool:
         self.times[self.current] = slowest
         self.current = self.plan[min(self.steps // 6, len(self.plan) - 1)]
         self.is_settled = self.steps // 6 >= len(self.plan) - 1
