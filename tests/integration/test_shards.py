@@ -64,7 +64,8 @@ def trained(kind: str, optimizer_name: str, clip: float | None = None, micro: in
 def averages() -> bool:
     """Return whether gloo averages in a reduce-scatter. With torch 2.8 it adds, so FSDP2's gradients are sums."""
     mean = torch.zeros(1)
-    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
+    reduce_scatter(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
     return bool(mean == 1)
 
 
