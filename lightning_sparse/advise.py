@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--from-log",
         type=Path,
         metavar="FOLDER",
-        help="only show what strategy='auto_ddp' measured in a run: the folder of its TensorBoard logs",
+        help="only show the measurements of a run with strategy='auto_ddp': the folder of its TensorBoard logs",
     )
     parser.add_argument("--params", type=number, help="trainable parameters, for example 25.6e6")
     parser.add_argument("--workers", type=int, help="number of workers that share gradients")

@@ -93,7 +93,7 @@ class Workload:
 
     @staticmethod
     def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25, *, shards: int = 1) -> Workload:
-        """Return a workload of equal segments that arrive at equal intervals; `params` are those of all shards."""
+        """Return a workload of equal segments that arrive at equal intervals; `params` counts all shards."""
         if params < 1 or not forward >= 0 or not backward >= 0 or shards < 1:
             raise ValueError(
                 f"params={params!r}, forward={forward!r}, backward={backward!r}, shards={shards!r}: a model has at "

@@ -1,4 +1,4 @@
-"""`python -m lightning_sparse advise --from-log FOLDER`: shows what `auto_ddp` has measured in a run."""
+"""`python -m lightning_sparse advise --from-log FOLDER`: shows the measurements of `auto_ddp` in a run."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_shards_share_the_link_of_their_worker():
     work = Workload.even(4000, 1.0, 1.0, shards=4)
     assert (work.segments, work.shards) == ((1000,), 4)
     work = replace(work, segments=(500, 500), arrivals=(0.5, 1.0))
-    # Each rank sends 2 · 1/2 · 2000 bytes of a segment in two messages, and the link carries those of four ranks.
+    # Each rank sends 2 · 1/2 · 2000 bytes of a segment in two messages, and the link carries the bytes of four ranks.
     link = Link(4 * 2000 / 0.4, latency=0.1)
     dense = step(DENSE, work, 2, link, Costs())
     # The first segment is sent during backward, from 1.5 s to 2.1 s, and the second follows it.
@@ -143,7 +143,7 @@ def test_ranks_of_a_node_share_its_link_in_a_hierarchical_exchange():
     topk, work = Method(TopK(density=0.01, index_format="int32")), Workload((4000,), (1.0,), 1.0, 1.0)
     by_node = step(replace(topk, aggregator=TwoLevel(ranks_per_node=4)), work, 8, Link(4 * 80, latency=0.0), Costs())
     assert (by_node.exposed, by_node.sent_bytes) == pytest.approx((1.0, 320))
-    # Without a hierarchy, payloads of 40 entries pass the link in a ring: those of seven ranks.
+    # Without a hierarchy, payloads of 40 entries pass the link in a ring, one from each of seven ranks.
     assert step(topk, work, 8, Link(4 * 80, latency=0.0), Costs()).exposed == pytest.approx(7.0)
     # Dense if that sends less: a ring among 8 ranks sends 2 · 7/8 · 16,000 bytes, and 4 · 1000 entries 32,000.
     everything = replace(topk, aggregator=TwoLevel(ranks_per_node=4), compressor=TopK(1.0, index_format="int32"))
@@ -170,7 +170,7 @@ def of_two_nodes(training: str, link: Link, seconds: float):
 
 
 def test_bytes_between_two_nodes_are_those_of_the_measurement():
-    """The measurement counts the bytes of a rank. A node sends those of two ranks, or of one rank in a ring of all."""
+    """The CSV counts the bytes of a rank. A node sends the bytes of two ranks, or of one rank in a ring of all."""
     measured = results.load(results.RESULTS / "sharded_seconds.csv")
     for run in measured.itertuples():
         together = 1 if "whole models" in run.contestant else 2

@@ -32,8 +32,8 @@ def measure_link(comm: Comm, device: torch.device) -> tuple[float, float]:
         if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
             break
         numel *= 4
-    nbytes = 2 * (comm.size - 1) / comm.size * 4 * numel
-    return nbytes / max(seconds - short, 1e-2 * seconds), short / (2 * (comm.size - 1))
+    bandwidth = _element_bytes(comm) * numel / max(seconds - short, 1e-2 * seconds)
+    return bandwidth, short / _messages(comm)
 
 
 def speed_up(comm: Comm, device: torch.device, bandwidth: float, latency: float, seconds: float) -> float:
@@ -49,10 +49,19 @@ def speed_up(comm: Comm, device: torch.device, bandwidth: float, latency: float,
     Returns:
         The factor, equal on all ranks.
     """
-    share = 2 * (comm.size - 1) / comm.size * 4
-    numel = min(max(1 << 10, int(seconds * bandwidth / share)), MOST_ELEMENTS)
-    expected = share * numel / bandwidth + 2 * (comm.size - 1) * latency
+    numel = min(max(1 << 10, int(seconds * bandwidth / _element_bytes(comm))), MOST_ELEMENTS)
+    expected = _element_bytes(comm) * numel / bandwidth + _messages(comm) * latency
     return expected / _slowest(comm, device, _timed(comm, device, numel))
+
+
+def _messages(comm: Comm) -> int:
+    """Return the number of messages that a rank sends, one after the other, in a ring all-reduce."""
+    return 2 * (comm.size - 1)
+
+
+def _element_bytes(comm: Comm) -> float:
+    """Return the bytes that a rank sends for each fp32 element in a ring all-reduce."""
+    return 4 * _messages(comm) / comm.size
 
 
 def _timed(comm: Comm, device: torch.device, numel: int) -> float:

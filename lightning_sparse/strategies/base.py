@@ -212,6 +212,6 @@ class SparseStrategy:
             if self.world_size > 1:
                 kind, remedy = "replica", "Set replicas, or train with strategy='dense_hsdp'."
             log.warning(
-                f"{type(self).__name__} on one {kind} sends nothing to anybody, yet keeps back what it does not "
-                f"choose: that only costs steps. {remedy}"
+                f"{type(self).__name__} on one {kind} sends nothing to anybody, yet keeps back the entries that it "
+                f"does not choose, which only costs steps. {remedy}"
             )

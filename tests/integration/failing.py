@@ -1,9 +1,13 @@
 """Common code of tests of failures: a step, and the error that it ends with."""
 
+import atexit
+import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -49,3 +53,23 @@ def caught(fn: Any) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "no error", "", time.monotonic() - started
+
+
+def note(folder: Path, rank: int, error: Exception, started: float) -> None:
+    """Write a rank's error, and the seconds until it came, into a file in a folder of all ranks."""
+    text = f"{type(error).__name__}: {error}"
+    (folder / str(rank)).write_text(json.dumps([text, time.monotonic() - started]))
+
+
+def end_like_a_script(folder: Path, rank: int, pause: float = 0) -> NoReturn:
+    """End this process after a failure. Rank 0 hosts the store, and waits for the files of four ranks.
+
+    No connection breaks during the pause.
+    """
+    if rank == 0:
+        deadline = time.monotonic() + 3
+        while len([*folder.iterdir()]) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    time.sleep(pause)
+    atexit._run_exitfuncs()
+    os._exit(1)

@@ -9,8 +9,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
+from benchmarks.auto import InBfloat16
 from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, attach_updates
 from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
@@ -84,14 +84,6 @@ def fit(net: Any, strategy: Any, rank: int, **options: Any) -> Watch:
     ours, path = [watch, *options.pop("callbacks", [])], options.pop("ckpt_path", None)
     trainer(strategy, 2, callbacks=ours, **options).fit(net, Loader(rank, 2), ckpt_path=path)
     return watch
-
-
-class InBfloat16(pl.strategies.DDPStrategy):
-    """Lightning registers a `ddp_comm_hook` on GPUs only."""
-
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        self.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
 
 
 def stock_only(rank: int) -> list[Any]:

@@ -1,6 +1,5 @@
 """Fabric(strategy="topk_hsdp"): replicas of a model that FSDP2 shards. Four ranks: two replicas of two shards."""
 
-import atexit
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.shards import local
 from lightning_sparse.strategies.lightning_pytorch import FabricSparseHSDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import FabricSparseHSDPStrategy as ForPytorchLightning
-from tests.integration.failing import SOON, caught
+from tests.integration.failing import SOON, caught, end_like_a_script, note
 from tests.integration.sharded import STEPS, Module, fitted
 from tests.integration.sharded import hsdp as trainers
 from tests.integration.trainers import Messages, lightning_ranks
@@ -145,12 +144,8 @@ def test_the_mean_of_sgds_updates_is_the_update_of_the_mean_and_dense_replicas_a
         mesh = mesh_of()
         stock = shard(net(), mesh)  # FSDP2 averages over both dimensions of the mesh
         optimizer = torch.optim.SGD(stock.parameters(), lr=0.05)
-        for step in range(STEPS):
-            for piece in range(2):
-                stock.set_requires_gradient_sync(piece == 1)
-                (loss_of(stock, step, rank * 2 + piece, 8) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in steps(stock, optimizer, rank, 4, count=STEPS, micro=2, skip=True):
+            pass
         found["stock"] = whole(stock)
         return found, whole(net()), fabric.strategy.reducers
 
@@ -186,12 +181,8 @@ def test_no_backward_sync_skips_averages_within_a_replica_and_nothing_moves_betw
         expected = shard(net(), mesh["shard"])
         optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
         attach_updates(expected, optimizer, "topk", density=0.2, group=mesh["replicate"].get_group())
-        for step in range(STEPS):
-            for piece in range(2):
-                expected.set_requires_gradient_sync(piece == 1)
-                (loss_of(expected, step, rank * 2 + piece, 8) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in steps(expected, optimizer, rank, 4, count=STEPS, micro=2, skip=True):
+            pass
         return weights(model), whole(expected), sent, averaged
 
     for ours, expected, sent, averaged in lightning_ranks(4, run):
@@ -629,14 +620,8 @@ def failing(rank: int, event: str, folder: Path) -> None:
         train(fabric, model, optimizer, count=1000, on=fail)
     except Exception as error:
         sys.last_value = error
-        text = f"{type(error).__name__}: {error}"
-        (folder / str(rank)).write_text(json.dumps([text, time.monotonic() - started]))
-    if rank == 0:  # it hosts the store
-        deadline = time.monotonic() + 3
-        while len([*folder.iterdir()]) < 4 and time.monotonic() < deadline:
-            time.sleep(0.02)
-    atexit._run_exitfuncs()
-    os._exit(1)
+        note(folder, rank, error, started)
+    end_like_a_script(folder, rank)
 
 
 CAUSES = {

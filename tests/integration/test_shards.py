@@ -1,6 +1,5 @@
 """Replicas of a sharded model exchange updates: against stock FSDP2, and against replicas that are not sharded."""
 
-import atexit
 import gc
 import json
 import logging
@@ -29,7 +28,7 @@ from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_
 from lightning_sparse.compressors import TopK
 from lightning_sparse.shards import local
 from lightning_sparse.update_rule import UpdateRule
-from tests.integration.failing import SOON
+from tests.integration.failing import SOON, end_like_a_script, note
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, small
 from tests.support.shards import EXACT, among, attempt, difference, loss_of, mesh_of, net, own, shard, steps, whole
@@ -615,16 +614,8 @@ def failing(rank: int, event: str, folder: Path) -> None:
             elif rank == 3 and event == "hangs":
                 time.sleep(12)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        (folder / str(rank)).write_text(json.dumps([text, time.monotonic() - started]))
-    if rank == 0:  # it hosts the store
-        deadline = time.monotonic() + 3
-        while len([*folder.iterdir()]) < 4 and time.monotonic() < deadline:
-            time.sleep(0.02)
-    if event == "nan, then a pause":
-        time.sleep(6)  # no connection breaks
-    atexit._run_exitfuncs()
-    os._exit(1)
+        note(folder, rank, error, started)
+    end_like_a_script(folder, rank, pause=6 if event == "nan, then a pause" else 0)
 
 
 CAUSES = {

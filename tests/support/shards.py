@@ -51,12 +51,24 @@ def loss_of(model: nn.Module, step: int, part: int, parts: int) -> Tensor:
 
 
 def steps(
-    model: nn.Module, optimizer: Any, part: int, parts: int, count: int = 6, micro: int = 1, first: int = 0
+    model: Any,
+    optimizer: Any,
+    part: int,
+    parts: int,
+    count: int = 6,
+    micro: int = 1,
+    first: int = 0,
+    skip: bool = False,
 ) -> Iterator[int]:
-    """Train on one part of each batch, in micro-batches; yield before each optimizer step, with its number."""
+    """Train on one part of each batch, in micro-batches; yield before each optimizer step, with its number.
+
+    If `skip`, FSDP2 averages only after the last micro-batch.
+    """
     for step in range(first, first + count):
         optimizer.zero_grad()
         for piece in range(micro):
+            if skip:
+                model.set_requires_gradient_sync(piece == micro - 1)
             (loss_of(model, step, part * micro + piece, parts * micro) / micro).backward()
         yield step
         optimizer.step()
