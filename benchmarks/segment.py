@@ -57,11 +57,13 @@ class Case(NamedTuple):
         before: function that creates a gradient or an update to exchange; not timed.
         run: function that exchanges the segment.
         check: function that raises SystemExit if a segment loses a part.
+        reducer: the reducer.
     """
 
     before: Callable[[], object]
     run: Callable[[], object]
     check: Callable[[], None]
+    reducer: Reducer
 
 
 def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
@@ -96,7 +98,7 @@ def case(name: str, ranks: int, shapes: dict[str, Any], device: str) -> Case:
             if not torch.allclose(found, whole, rtol=0, atol=1e-6 * float(whole.abs().max())):
                 raise SystemExit(f"{name}, P = {reducer.comm.size}, loses a part of {key}, so nothing is measured.")
 
-    return Case(before, run, check)
+    return Case(before, run, check, reducer)
 
 
 def residuals(reducer: Reducer) -> dict[str, Tensor]:
@@ -130,7 +132,7 @@ def of_updates(name: str, reducer: Reducer, fresh: dict[str, Tensor], device: st
             text = f"changes {changed:,} of {numel:,} weights, so nothing is measured."
             raise SystemExit(f"{name}, P = {reducer.comm.size}, {text}")
 
-    return Case(before, run, check)
+    return Case(before, run, check, reducer)
 
 
 def event() -> Any:
@@ -214,9 +216,11 @@ def counted() -> dict[tuple[str, int, str], int]:
 def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str, tokens: int) -> results.Row:
     """Check and time one case."""
     made = case(name, ranks, shapes, device)
-    for _ in range(3):  # compile, and create the tables of addresses
-        made.before()
-        made.run()
+    # Compile kernels, create the tables of addresses, and capture graphs, as before training.
+    with made.reducer.captures.allowed():
+        for _ in range(4):
+            made.before()
+            made.run()
     # All mocked ranks answer for the first region of two passes, so check these methods with one rank.
     (case(name, 1, shapes, device) if isinstance(method(name.split()[0]).aggregator, TwoPass) else made).check()
     device_us, host_us = alone(made, repetitions)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import BlockStats
+from lightning_sparse.kernels.graphs import Graphs
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 
@@ -59,6 +60,7 @@ class Context:
         payout: momentum payout, if optimizer updates are exchanged: the weight change that the momentum of this rank's
             optimizer would still make without new gradients. The memory adds it to u. The momentum of
             applied entries is set to zero. None: there is no payout.
+        graphs: CUDA graphs of this segment's kernels.
     """
 
     segment: Segment
@@ -70,6 +72,7 @@ class Context:
     rank: int = 0
     stats: BlockStats | None = None
     payout: Payout | None = None
+    graphs: Graphs = field(default_factory=Graphs)
 
     @staticmethod
     def of(numel: int, **fields: Any) -> Context:

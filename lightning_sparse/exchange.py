@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,11 @@ from lightning_sparse.context import Context
 from lightning_sparse.framing import INTACT, intact, partial_sums, seal, unframe, weighted_sum, words_on_host
 from lightning_sparse.kernels.checks import note_broken, worst_status
 from lightning_sparse.kernels.dispatch import backend_of
+from lightning_sparse.kernels.graphs import Graphs
 from lightning_sparse.kernels.launch import to_device
-from lightning_sparse.kernels.messages import HEADER_BYTES
+from lightning_sparse.kernels.messages import HEADER_BYTES, Parts
 
+T = TypeVar("T")
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
     "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
@@ -114,6 +116,11 @@ class Exchange:
         return backend_of(self.worst) == "triton"
 
     @property
+    def _graphs(self) -> Graphs:
+        """CUDA graphs of the kernels; none for an exchange among some of the ranks."""
+        return Graphs() if self._parent else self.ctx.graphs
+
+    @property
     def _root(self) -> Exchange:
         """The exchange that holds the status for all. Not an attribute, which would be a reference cycle."""
         return self._parent._root if self._parent else self
@@ -141,15 +148,25 @@ class Exchange:
         if self.precompressed is not None:
             return self.precompressed
         ctx = region or self.ctx
-        payload, update = compressor.compress(u, ctx)
-        floats = [part for part in payload if part.is_floating_point() and part is not u]
-        exposed = compressor.exposes_nonfinite
-        if not self._checks_on_device:
-            self._check(u, floats if exposed else [u, *floats], ctx)
-        elif exposed and isinstance(update, Entries):
-            self._note_broken(u, update.indices, (), ctx)  # in u, because the update's values are rounded
-        else:
-            self._note_broken(u, None, floats, ctx)
+
+        def run(u: Tensor, worst: Tensor) -> tuple[Payload, Update, Tensor | None, Tensor]:
+            payload, update = compressor.compress(u, ctx)
+            floats = [part for part in payload if part.is_floating_point() and part is not u]
+            exposed = compressor.exposes_nonfinite
+            if not self._checks_on_device:
+                self._check(u, floats if exposed else [u, *floats], ctx)
+            elif exposed and isinstance(update, Entries):
+                self._note_broken(u, update.indices, (), ctx)  # in u, because the update's values are rounded
+            else:
+                self._note_broken(u, None, floats, ctx)
+            return payload, update, payload.messages if isinstance(payload, Parts) else None, self._root.worst
+
+        if ctx is not self.ctx:
+            return run(u, self._root.worst)[:2]
+        name = "compress", compressor
+        payload, update, messages, self._root.worst = self._graphs.run(name, run, u, self._root.worst)
+        if isinstance(payload, Parts):
+            payload.messages = messages  # a replay has written a new message, which is not sealed yet
         return payload, update
 
     def check_finite(self, u: Tensor, *made: Tensor) -> None:
@@ -187,6 +204,20 @@ class Exchange:
     def all_gather(self, payload: Payload) -> Payload:
         """Return the payloads of all ranks, as rows."""
         return self._receive(self.comm.all_gather_rows(self._frame(payload)), payload, self._senders)
+
+    def all_gather_as(self, decode: Callable[[Payload], T], payload: Payload) -> T:
+        """Return `decode` of the payloads of all ranks, which are rows."""
+        messages = self._graphs.fixed("messages", self.comm.all_gather_rows(self._frame(payload)))
+
+        def run(messages: Tensor, worst: Tensor, senders: Tensor) -> tuple[T, tuple[Tensor, Tensor] | None]:
+            # A graph contains no number that changes with the step, so take the fingerprint from this rank's message.
+            sent = messages.view(torch.int64)[self.rank, 0] if self._graphs.is_active else None
+            return decode(self._receive(messages, payload, senders, sent)), self._root._found
+
+        result, self._root._found = self._graphs.run(("receive",), run, messages, self._root.worst, self._senders)
+        if self._root._found is not None:
+            self._root.worst = self._root._found[0]
+        return result
 
     def all_to_all(self, rows: Payload) -> Payload:
         """Send row r of each part to rank r; return the rows that all ranks have sent here, in rank order."""
@@ -272,11 +303,18 @@ class Exchange:
         self._sent = self._sent + (1 << 40)
         return seal(payload, self._sent, self._root.worst)
 
-    def _receive(self, messages: Tensor, like: Payload, senders: Tensor) -> Payload:
-        """Return the payloads of messages, one per row, and note errors in them or their senders."""
+    def _receive(self, messages: Tensor, like: Payload, senders: Tensor, sent: Tensor | None = None) -> Payload:
+        """Return the payloads of messages, one per row, and note errors in them or their senders.
+
+        Args:
+            messages: as received.
+            like: tensors of the payload's shapes.
+            senders: the status of each sender, or of all.
+            sent: on CUDA the fingerprint that messages must have; None is that of the last sent message.
+        """
         payload = unframe(messages, like, HEADER_BYTES)
         if self._checks_on_device:
-            known = self._sent, senders, self._root.worst
+            known = self._sent if sent is None else sent, senders, self._root.worst
             codes = INTACT, CORRUPT, OUT_OF_STEP, OK
             self._root._found = worst_status(messages.view(torch.int64), partial_sums(messages), *known, *codes)
             self._root.worst = self._root._found[0]

@@ -25,6 +25,7 @@ of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,8 +113,8 @@ class SegmentMoments:
         if self._is_empty:
             return None
 
-        def rows(group: State, steps: Tensor) -> tuple[Any, ...]:
-            beta, beta_of_second = group["betas"]
+        def rows(group: State, find_steps: Callable[[], Tensor]) -> tuple[Any, ...]:
+            (beta, beta_of_second), steps = group["betas"], find_steps()
             return _correction(beta, steps), _correction(beta_of_second, steps), (1 - beta) / (1 + beta), _decay(group)
 
         pairs = zip(self._states, self._first, strict=True)
@@ -141,12 +142,12 @@ class SegmentMoments:
         if self._kind.unspent is not None and any(group.get("nesterov", True) for group in self._groups):
             # From the moments: independent of the deltas, and not rescaled.
             references, factors = self._from_moments(self._kind.unspent, weights), None
-            rows: Callable[[State, Tensor], Sequence[Any]] = lambda *_: (0.0, 1.0)  # noqa: E731
+            rows: Callable[..., Sequence[Any]] = lambda *_: (0.0, 1.0)  # noqa: E731
         else:
             decays = any(map(_decays, self._groups))
             references = before_last if before_last is not None else weights if decays else None
 
-            def rows(group: State, steps: Tensor) -> Sequence[Any]:
+            def rows(group: State, find_steps: Callable[[], Tensor]) -> Sequence[Any]:
                 beta = self._kind.beta(group)
                 unspent = beta / (1 - beta)
                 return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
@@ -174,15 +175,15 @@ class SegmentMoments:
             if moment is not None and cleared is not None and not moment.is_contiguous():
                 moment.copy_(cleared.view(moment.shape))
 
-    def _per_parameter(self, rows: Callable[[State, Tensor], Sequence[Any]], without: Sequence[float]) -> Tensor:
+    def _per_parameter(self, rows: Callable[..., Sequence[Any]], without: Sequence[float]) -> Tensor:
         """Return numbers for each parameter, (rows, parameters), fp32, on the parameters' device.
 
         They are computed for all parameters of a group at once. The step counts may be on the device, and each
         operation there is a launch.
 
         Args:
-            rows: called once per parameter group, with the group and the step counts of its parameters (1-D). It
-                returns the rows; a row is one number, or one number per parameter.
+            rows: called once per parameter group, with the group and a function that returns the step counts of its
+                parameters, 1-D. It returns the rows; a row is one number, or one number per parameter.
             without: the rows for parameters without momentum.
         """
         of_group: dict[int | None, list[int]] = {}
@@ -190,11 +191,7 @@ class SegmentMoments:
             of_group.setdefault(None if moment is None else id(group), []).append(index)
         made: list[Sequence[Any]] = []
         for key, indices in of_group.items():
-            group = self._groups[indices[0]]
-            steps = _stack_scalars([self._states[index].get("step", 0) for index in indices])
-            if any(_on_device(x) for x in (group.get("lr"), *group.get("betas", ()))):
-                steps = to_device(steps, self._device)
-            made.append(without if key is None else rows(group, steps))
+            made.append(without if key is None else rows(self._groups[indices[0]], partial(self._steps, indices)))
         device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
         parts = [
             [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
@@ -205,6 +202,13 @@ class SegmentMoments:
             places = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
             numbers = numbers.index_select(1, to_device(places, numbers.device))
         return to_device(numbers, self._device)
+
+    def _steps(self, indices: Sequence[int]) -> Tensor:
+        """Return the step counts of some parameters of a group, 1-D."""
+        group = self._groups[indices[0]]
+        steps = _stack_scalars([self._states[index].get("step", 0) for index in indices])
+        numbers = group.get("lr"), *group.get("betas", ())
+        return to_device(steps, self._device) if any(map(_on_device, numbers)) else steps
 
 
 def last_step_references(

@@ -27,6 +27,8 @@ from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
+from lightning_sparse.kernels.gradient_table import Placed
+from lightning_sparse.kernels.graphs import Captures, Graphs
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -139,6 +141,11 @@ class Reducer:
         self.routing: Routing
         self._states = SegmentStates(self.method, exchanged)
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
+
+    @property
+    def captures(self) -> Captures:
+        """The CUDA graphs of all segments."""
+        return self._states.captures
 
     @property
     def exchanged(self) -> Exchanged:
@@ -261,6 +268,14 @@ class Reducer:
         density = self.density
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)
+        observers = list(self.observers)
+        graphs = Graphs()
+        if not compressor.depends_on_step and not observers:  # an observer may keep tensors, which a replay overwrites
+            graphs = self.captures.of((segment.index, density))
+        stats = None
+        if not aggregator.shards_segment:
+            stats = graphs.stats or compressor.block_stats(segment.numel, density)
+            graphs.stats = stats if graphs.is_active else None
         ctx = Context(
             segment,
             step=self.step,
@@ -269,14 +284,14 @@ class Reducer:
             state=self.states[segment.index],
             seed=self.options.seed,
             rank=self.comm.rank,
-            stats=None if aggregator.shards_segment else compressor.block_stats(segment.numel, density),
+            stats=stats,
             payout=None if payout is None or parts is DENSE else payout(),
+            graphs=graphs,
         )
         masked = []
         if unused:
             masked = self._states.mask_unused(segment, unused)
             torch._foreach_zero_([grad for name, grad in zip(segment.names, grads, strict=True) if name in unused])
-        observers = list(self.observers)
         for observer in observers:
             observer.gradients(grads, ctx)
         with timed(self.seconds, "compensate"):
@@ -308,7 +323,16 @@ class Reducer:
             observer.aggregated(u, applied, ctx)
         with timed(self.seconds, "write"):
             scale, keeps_rounding = self.gradient_check.loss_scale, memory.error_feedback
-            rounding_error = write_(grads, ctx.segment, update, scale, keeps_rounding, exchange.step_ok)
+            placed = ctx.graphs.placed(grads, ctx.segment.bounds)
+            if isinstance(placed, Placed) and isinstance(update, Entries) and exchange.step_ok is not None:
+
+                def write(indices: Tensor, values: Tensor, step_ok: Tensor) -> Update | None:
+                    return write_(placed, ctx.segment, Entries(indices, values), scale, keeps_rounding, step_ok)
+
+                name = "write", scale, grads[0].dtype
+                rounding_error = ctx.graphs.run(name, write, *update, exchange.step_ok)
+            else:
+                rounding_error = write_(grads, ctx.segment, update, scale, keeps_rounding, exchange.step_ok)
         for observer in observers:
             observer.written(grads, ctx)
         with timed(self.seconds, "keep"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.context import State
 from lightning_sparse.exchange import Exchanged
+from lightning_sparse.kernels.graphs import Captures
 from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method
 
@@ -28,6 +29,7 @@ class SegmentStates:
         layout: the partition of the parameters; None before `allocate`.
         specs: declaration by name, for all parts of the method.
         by_segment: state of each segment in the layout's order.
+        captures: CUDA graphs, whose kernels read and write the state.
         strides: strides by parameter name, for parameters whose elements are in memory order instead of row-major
             order, such as channels_last parameters in DDP's buckets. Saved tensors have the parameter's shape,
             regardless of its strides.
@@ -45,6 +47,7 @@ class SegmentStates:
         if len(self.specs) < len(declared):
             raise ValueError(f"{method!r}: two of its parts keep a state under the same name.")
         self.by_segment: list[State] = []
+        self.captures = Captures()
         self.strides: Mapping[str, tuple[int, ...]] = {}
         self.layout: Layout | None = None
         self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
@@ -53,6 +56,7 @@ class SegmentStates:
         """Allocate the buffers and fill them with zeros, or with the state that was loaded before."""
         self.layout, self._device = layout, device
         self.by_segment = [{} for _ in layout.segments]
+        self.captures.clear()
         for spec in self.specs.values():
             if spec.per != "segment":
                 # Each segment has a separate buffer. A slice of a common buffer might not be aligned for wide loads.

@@ -150,3 +150,7 @@ class UpdateRule:
 def _names(optimizers: Collection[Optimizer]) -> str:
     """Return the class names of optimizers, without duplicates."""
     return " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+
+
+DEFAULT_RULE = UpdateRule()
+"""The rule of a method that has none."""

@@ -32,7 +32,7 @@ ALLOWED = {
     "method_spec": {"compressors", "memory", "aggregators", "update_rule"},
     "methods": {"compressors", "memory", "aggregators", "contrib", "method_spec", "options", "update_rule"},
     "observer": {"context", "compressors"},
-    "state": {"context", "exchange", "layout", "methods"},
+    "state": {"context", "exchange", "kernels", "layout", "methods"},
     "overflow": {"comm", "exchange", "layout", "options"},
     "routing": {"aggregators", "comm", "compressors", "context", "layout", "methods"},
     "gradients": {"compressors", "kernels", "layout"},

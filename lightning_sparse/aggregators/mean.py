@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class Mean(Aggregator[Compressor]):
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         payload, applied = exchange.compress(u, compressor)
-        return compressor.mean(exchange.all_gather(payload), ctx), applied
+        return exchange.all_gather_as(partial(compressor.mean, ctx=ctx), payload), applied
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * (size - 1)

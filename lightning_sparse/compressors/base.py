@@ -99,6 +99,10 @@ class Compressor(abc.ABC):
     by_parameter: bool = False
     """Whether each parameter is encoded by itself: joining two segments joins their payloads, part by part."""
 
+    depends_on_step: bool = True
+    """Whether payloads depend on anything but u, the segment and the density, such as random numbers or a state. If
+    not, and if the host never waits for the device, its kernels are launched as a CUDA graph."""
+
     approximates: bool = True
     """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""
 

@@ -43,6 +43,7 @@ class ChunkTopK(Sparsifier):
     value_format: ValueFormat = "float32"
 
     exposes_nonfinite = True  # NaN counts as larger than infinity, and each chunk sends its largest entry
+    depends_on_step = False
 
     def count(self, numel: int, density: float | None = None) -> int:
         full, rest = divmod(numel, CHUNK)

@@ -51,6 +51,11 @@ class GaussianK(Sparsifier):
 
     exposes_nonfinite = True  # the moments of a u with a NaN or an infinity are NaN; then the k largest are sent
 
+    @property
+    def depends_on_step(self) -> bool:  # type: ignore[override]
+        """Whether the host waits for the device."""
+        return self.refine == "paper"
+
     def capacity(self, numel: int, density: float | None = None) -> int:
         k = self.count(numel, density)
         return min(numel, 12 * k if self.refine == "paper" else selection_bound(k))

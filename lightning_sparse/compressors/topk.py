@@ -34,6 +34,7 @@ class TopK(Sparsifier):
     value_format: ValueFormat = "float32"
 
     exposes_nonfinite = True  # NaN counts as larger than infinity, and infinity as larger than any number
+    depends_on_step = False
 
     def choose(self, u: Tensor, k: int, ctx: Context) -> Tensor:
         return topk_indices(u, k, ctx.stats)

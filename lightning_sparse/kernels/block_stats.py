@@ -127,9 +127,13 @@ def for_kernel(stats: BlockStats | None, u: Tensor, tiles: int) -> tuple[tuple[T
     """
     maxima = partial = u
     if stats is not None and stats.block > 1:
-        maxima = stats.maxima = torch.empty(stats.numel // stats.block, dtype=torch.int32, device=u.device)
+        if stats.maxima is None:
+            stats.maxima = torch.empty(stats.numel // stats.block, dtype=torch.int32, device=u.device)
+        maxima = stats.maxima
     if stats is not None and stats.moments:
-        partial = stats.partial = torch.empty(tiles, 2, dtype=torch.float32, device=u.device)
+        if stats.partial is None:
+            stats.partial = torch.empty(tiles, 2, dtype=torch.float32, device=u.device)
+        partial = stats.partial
     if stats is not None:
         stats.done = True
     constants = {"MAXIMA": maxima is not u, "MOMENTS": partial is not u, "TILE": TILE, "PART": 256, "num_warps": 8}

@@ -24,6 +24,29 @@ TILE = 4096
 """Number of consecutive elements of a segment that share an entry of the table's third part."""
 
 
+class Placed(list[Tensor]):
+    """Gradients with a table that stays at its address, so that a CUDA graph can be replayed for other gradients.
+
+    Args:
+        grads: as for `gradient_table`.
+        bounds: as for `gradient_table`.
+        before: gradients of the same lengths, whose table is overwritten if addresses differ; None makes a new table.
+
+    Attributes:
+        table: the table.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], bounds: Sequence[int], before: Placed | None) -> None:
+        super().__init__(grads)
+        self._addresses = [grad.data_ptr() for grad in grads]
+        if before is None:
+            self.table = gradient_table(grads, bounds).clone()
+            return
+        self.table = before.table
+        if self._addresses != before._addresses:
+            self.table.copy_(gradient_table(grads, bounds))
+
+
 def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:
     """Return a table of the gradients' addresses, int64, on their device; it is cached for these addresses.
 
@@ -35,6 +58,8 @@ def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Ten
         grads: 1-D, contiguous, of one dtype. The address of None is 0; at least one is not None.
         bounds: start of each gradient in the segment, and the segment's length as the last one.
     """
+    if isinstance(grads, Placed):
+        return grads.table
     some = next(grad for grad in grads if grad is not None)
     addresses, size = tuple(0 if grad is None else grad.data_ptr() for grad in grads), some.element_size()
     there = [grad is not None for grad in grads]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +108,31 @@ class Cache:
 _kept = Cache()
 
 
+class _Capture(threading.local):
+    """What this thread captures as a CUDA graph.
+
+    Attributes:
+        stream: the stream whose constants the graph reads; None if nothing is captured.
+        constants: the constants that it reads.
+    """
+
+    stream: int | None = None
+    constants: list[Tensor]
+
+
+_capture = _Capture()
+
+
+@contextlib.contextmanager
+def constants_of(stream: torch.cuda.Stream) -> Iterator[list[Tensor]]:
+    """Let `kept` return constants that the given stream has, and no others. Yields the list of those it returns."""
+    _capture.stream, _capture.constants = stream.cuda_stream, []
+    try:
+        yield _capture.constants
+    finally:
+        _capture.stream = None
+
+
 def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Return the result of `make` from a cache, with one tensor for each key, device and stream. Do not change it.
 
@@ -114,9 +140,17 @@ def kept(key: Hashable, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
         key: all values on which the tensor depends, except its device.
         like: a tensor of the type and on the device of the result.
         make: function that makes the tensor if the cache does not have it.
+
+    Raises:
+        RuntimeError: within `constants_of`, if the cache does not have it.
     """
     if type(like) not in KEEPS:
         return make()
+    if _capture.stream is not None:
+        if (found := _kept.tensors.get((key, like.device, _capture.stream))) is None:
+            raise RuntimeError("A constant has not been copied to the device before.")
+        _capture.constants.append(found)
+        return found
     # Streams have separate tensors: another stream may run before the copy to the device, or after the free.
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     found = _kept.tensors.get((key, like.device, stream))

@@ -111,7 +111,9 @@ def _fit_kernel(grads, *_, **__):
 @write_entries_.by("triton", when=_fit_kernel)
 def _write_entries_by_triton(grads, bounds, terms, step_ok=None):
     rounded = grads[0].dtype != torch.float32
-    torch._foreach_zero_(list(grads))
+    if programs := -(-bounds[-1] // TABLE_TILE):
+        args = gradient_table(grads, bounds), grads[0], bounds[-1], len(grads)
+        launch(_zero_all, programs, *args, TILE=TABLE_TILE, PART=256, STEPS=bisections(len(grads)))
     if rounded and len(terms) > 1:
         terms = [coalesce(terms, bounds[-1])]
     cast = [(indices, cast_saturating(values, grads[0].dtype)) for indices, values in terms]
@@ -265,6 +267,27 @@ def _write_to_many(
             addresses, starts = _address(table, index, many, STEPS)
             places = addresses.to(tl.pointer_type(out.dtype.element_ty)) + (index - starts)
             tl.store(places, tl.where(ok, value, 0.0), mask=valid)
+
+
+@kernel("numel", "many")
+def _zero_all(table, typed, numel, many, TILE: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr):
+    """`table` comes from `gradient_table`; `typed` only gives the gradients' dtype."""
+    tile = tl.program_id(0).to(tl.int64)
+    address = tl.load(table + 2 * many + tile)
+    zeros = tl.zeros((TILE,), typed.dtype.element_ty)
+    if address != 0:
+        places = address.to(tl.pointer_type(typed.dtype.element_ty))
+        # Stores to aligned memory are 16 bytes wide.
+        if address % 16 == 0:
+            tl.store(tl.multiple_of(places, 16) + tl.arange(0, TILE), zeros)
+        else:
+            tl.store(places + tl.arange(0, TILE), zeros)
+    else:
+        for part in range(TILE // PART):
+            index = tile * TILE + part * PART + tl.arange(0, PART)
+            addresses, starts = _address(table, index, many, STEPS)
+            places = addresses.to(tl.pointer_type(typed.dtype.element_ty)) + (index - starts)
+            tl.store(places, tl.zeros((PART,), typed.dtype.element_ty), mask=index < numel)
 
 
 def cast_saturating(values: Tensor, dtype: torch.dtype) -> Tensor:

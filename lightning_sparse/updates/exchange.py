@@ -31,7 +31,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import like, local, locals_of
-from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.update_rule import DEFAULT_RULE, UpdateRule
 from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
@@ -86,7 +86,7 @@ class DeltaExchange:
 
     @property
     def _rule(self) -> UpdateRule:
-        return self._reducer.method.update_rule or UpdateRule()
+        return self._reducer.method.update_rule or DEFAULT_RULE
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -220,10 +220,13 @@ class DeltaExchange:
         try:
             self._write_stale()
             if self._rule.delayed:
-                self._exchange_later([each.begin_(groups) for each in segments])
+                with self._reducer.captures.allowed():
+                    pending = [each.begin_(groups) for each in segments]
+                self._exchange_later(pending)
             else:
-                for each in segments:
-                    each.exchange_(groups)
+                with self._reducer.captures.allowed():
+                    for each in segments:
+                        each.exchange_(groups)
                 self._share_new(optimizer)
         except BaseException as error:  # some segments hold deltas, some this rank's weights, and some agreed ones
             self._restore(segments)
