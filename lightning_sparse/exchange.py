@@ -149,7 +149,7 @@ class Exchange:
             return self.precompressed
         ctx = region or self.ctx
 
-        def run(u: Tensor, worst: Tensor) -> tuple[Payload, Update, Tensor | None, Tensor]:
+        def run() -> tuple[Payload, Update, Tensor | None, Tensor]:
             payload, update = compressor.compress(u, ctx)
             floats = [part for part in payload if part.is_floating_point() and part is not u]
             exposed = compressor.exposes_nonfinite
@@ -162,9 +162,9 @@ class Exchange:
             return payload, update, payload.messages if isinstance(payload, Parts) else None, self._root.worst
 
         if ctx is not self.ctx:
-            return run(u, self._root.worst)[:2]
+            return run()[:2]
         name = "compress", compressor
-        payload, update, messages, self._root.worst = self._graphs.run(name, run, u, self._root.worst)
+        payload, update, messages, self._root.worst = self._graphs.run(name, run, [u, self._root.worst])
         if isinstance(payload, Parts):
             payload.messages = messages  # a replay has written a new message, which is not sealed yet
         return payload, update
@@ -209,12 +209,12 @@ class Exchange:
         """Return `decode` of the payloads of all ranks, which are rows."""
         messages = self._graphs.fixed("messages", self.comm.all_gather_rows(self._frame(payload)))
 
-        def run(messages: Tensor, worst: Tensor, senders: Tensor) -> tuple[T, tuple[Tensor, Tensor] | None]:
+        def run() -> tuple[T, tuple[Tensor, Tensor] | None]:
             # A graph contains no number that changes with the step, so take the fingerprint from this rank's message.
             sent = messages.view(torch.int64)[self.rank, 0] if self._graphs.is_active else None
-            return decode(self._receive(messages, payload, senders, sent)), self._root._found
+            return decode(self._receive(messages, payload, self._senders, sent)), self._root._found
 
-        result, self._root._found = self._graphs.run(("receive",), run, messages, self._root.worst, self._senders)
+        result, self._root._found = self._graphs.run(("receive",), run, [messages, self._root.worst, self._senders])
         if self._root._found is not None:
             self._root.worst = self._root._found[0]
         return result

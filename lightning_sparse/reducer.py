@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Compressor, Entries, Update
+from lightning_sparse.compressors.base import Compressor, Update, parts_of
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
@@ -67,8 +67,8 @@ class PendingExchange(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """The tensors that `finish` reads and writes, except the state."""
         payload, update = self.exchange.precompressed or ((), self.u)
-        sent = update if isinstance(update, Entries) else (update,)
-        return [self.u, *self.grads, self.exchange.worst, *payload, *sent, *(value for _, value in self.masked)]
+        masked = (value for _, value in self.masked)
+        return [self.u, *self.grads, self.exchange.worst, *payload, *parts_of(update), *masked]
 
 
 class Reducer:
@@ -100,7 +100,8 @@ class Reducer:
         epoch: the present epoch, set from outside. Only a warm-up by epochs uses it.
         in_flight: whether an exchange of updates is pending, so that the state cannot be saved.
         seconds: seconds per phase so far. "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
-            exchange alone), "write" and "keep" are phases. "exposed" is the time that training waited for the exchange.
+            exchange alone) and "write" (gradients and residual) are phases. "exposed" is the time that training waited
+            for the exchange.
         observers: the observers, which are called for every segment; empty in most steps.
     """
 
@@ -136,7 +137,7 @@ class Reducer:
         self.comm = comm
         self.step = self.epoch = 0
         self.in_flight = False
-        self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "keep", "exposed"), 0.0)
+        self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "exposed"), 0.0)
         self.observers: list[Observer] = []
         self.routing: Routing
         self._states = SegmentStates(self.method, exchanged)
@@ -321,22 +322,22 @@ class Reducer:
             self._deferred.append((ctx.step, exchange.deferred))
         for observer in observers:
             observer.aggregated(u, applied, ctx)
-        with timed(self.seconds, "write"):
-            scale, keeps_rounding = self.gradient_check.loss_scale, memory.error_feedback
-            placed = ctx.graphs.placed(grads, ctx.segment.bounds)
-            if isinstance(placed, Placed) and isinstance(update, Entries) and exchange.step_ok is not None:
+        scale, step_ok = self.gradient_check.loss_scale, exchange.step_ok
+        written = ctx.graphs.placed(grads, ctx.segment.bounds)
 
-                def write(indices: Tensor, values: Tensor, step_ok: Tensor) -> Update | None:
-                    return write_(placed, ctx.segment, Entries(indices, values), scale, keeps_rounding, step_ok)
-
-                name = "write", scale, grads[0].dtype
-                rounding_error = ctx.graphs.run(name, write, *update, exchange.step_ok)
-            else:
-                rounding_error = write_(grads, ctx.segment, update, scale, keeps_rounding, exchange.step_ok)
-        for observer in observers:
-            observer.written(grads, ctx)
-        with timed(self.seconds, "keep"):
+        def write() -> None:
+            rounding_error = write_(written, ctx.segment, update, scale, memory.error_feedback, step_ok)
+            for observer in observers:
+                observer.written(grads, ctx)
             memory.update(u, applied, rounding_error, ctx)
+
+        with timed(self.seconds, "write"):
+            if isinstance(written, Placed):
+                given = (u, update, applied, step_ok, *ctx.state.values())
+                name = "write", scale, grads[0].dtype
+                ctx.graphs.run(name, write, [x for each in given if each is not None for x in parts_of(each)])
+            else:
+                write()
             for view, value in masked:
                 view.add_(value)
         return applied

@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from lightning_sparse import Reducer, method
+from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.kernels import launch
+from lightning_sparse.kernels.graphs import Captures
+from lightning_sparse.kernels.launch import kept
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import DEVICE, Echo, needs_triton
 from tests.support.recorded_graphs import recorded_graphs
+from tests.support.tiers import full
 
 SHAPES = {"w": (61, 67), "b": (67,), "v": (1000,)}
+STEPS = 5
 
 
 @contextlib.contextmanager
@@ -26,23 +31,29 @@ def graphs(replayed):
         yield
 
 
-def train(name, ranks, captures, rule=None, steps=6, **options):
-    """Return weights after some steps, of which the first four may capture, residuals, and replays."""
+def train(name, ranks, captures, rule=None, dtype=torch.float32, **options):
+    """Return weights after some steps, of which the first four may capture, residuals, and the last step's replays.
+
+    The second step captures the first graph. Its results are inputs of the second graph, and so on.
+    """
     replayed, results = [], []
     torch.manual_seed(0)
     made = replace(method(name, density=0.01, **options), update_rule=rule)
     exchanged = "update" if rule else "gradient"
     with graphs(replayed):
         reducer = Reducer(made, Echo(ranks), granularity="model", exchanged=exchanged)
-        model = torch.nn.ParameterDict({key: torch.zeros(shape, device=DEVICE) for key, shape in SHAPES.items()})
+        model = torch.nn.ParameterDict(
+            {key: torch.zeros(shape, dtype=dtype, device=DEVICE) for key, shape in SHAPES.items()}
+        )
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         updates = DeltaExchange(reducer, model, [optimizer]) if rule else None
         allowed = reducer.captures.allowed
         if not captures:
             reducer.captures.allowed = contextlib.nullcontext
-        for step in range(steps):
+        for step in range(STEPS):
+            replayed.clear()
             for x in model.values():
-                x.grad = torch.randn(x.shape, device="cpu").to(DEVICE)
+                x.grad = torch.randn(x.shape, device="cpu").to(DEVICE, dtype)
             if updates is None:
                 with allowed() if captures and step < 4 else contextlib.nullcontext():
                     reducer.reduce_({key: x.grad for key, x in model.items()})
@@ -58,7 +69,7 @@ def train(name, ranks, captures, rule=None, steps=6, **options):
 
 
 def compare(name, ranks, **options):
-    """Return the replays of a training with graphs, which gives the same bits as one without."""
+    """Return the replays in the last step of a training with graphs, which gives the same bits as one without."""
     run = functools.partial(train, name, ranks, **options)
     (plain, residual, nothing), (found, kept, replayed) = run(False), run(True)
     for want, got in zip(plain, found, strict=True):
@@ -71,27 +82,99 @@ def compare(name, ranks, **options):
 
 
 @needs_triton
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "options", "graphs"),
+    ("name", "ranks", "options", "graphs"),
     [
-        ("topk", {}, 3),
-        ("topk", {"value_format": "int2"}, 3),
-        ("topk", {"value_format": "int4"}, 3),
-        ("gaussiank", {}, 3),
-        ("chunktopk", {}, 3),
-        ("gtopk", {}, 1),
-        ("oktopk", {}, 1),
-        ("randk", {}, 0),
+        ("topk", 3, {"dtype": torch.bfloat16}, 3),
+        ("topk", 1, {"value_format": "int2"}, 3),
+        ("gaussiank", 3, {}, 3),
+        pytest.param("topk", 3, {"value_format": "int4"}, 3, marks=full),
+        pytest.param("chunktopk", 3, {}, 3, marks=full),
+        pytest.param("gtopk", 3, {}, 1, marks=full),
+        pytest.param("oktopk", 3, {}, 1, marks=full),
+        pytest.param("randk", 3, {}, 0, marks=full),
     ],
 )
-def test_replays_give_the_same_bits_as_launches(name, options, graphs, ranks):
-    # The second step captures the first graph. Its results are inputs of the second graph, and so on.
-    assert compare(name, ranks, **options) == [0, 5, None, 5 + 4 + 3][graphs]
+def test_replays_give_the_same_bits_as_launches(name, ranks, options, graphs):
+    assert compare(name, ranks, **options) == graphs
 
 
 @needs_triton
-@pytest.mark.parametrize("rule", [UpdateRule(), UpdateRule(momentum="keep"), UpdateRule(overlap="next_step")])
+@pytest.mark.parametrize(
+    "rule", [UpdateRule(), pytest.param(UpdateRule(momentum="keep"), marks=full), UpdateRule(overlap="next_step")]
+)
 def test_updates_replay_as_well(rule):
-    replayed = compare("topk", 3, rule=rule)
-    assert replayed > 0 or DEVICE == "cpu"  # on a CPU, u is mostly at another address
+    compare("topk", 3, rule=rule)  # whether u is at the same address again is the allocator's choice
+
+
+class Broken(Echo):
+    """Changes a byte of the message of rank 1 in some calls."""
+
+    def __init__(self, calls):
+        super().__init__(3)
+        self.calls = calls
+
+    def _all_gather(self, x):
+        rows = super()._all_gather(x)
+        if self._begun - 1 in self.calls:
+            rows[1][40] ^= 1
+        return rows
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", ["not finite", "corrupt"])
+def test_a_replay_notices_what_launches_notice(fault):
+    comm = Broken({STEPS - 1} if fault == "corrupt" else ())
+    with graphs([]):
+        reducer = Reducer(method("topk", density=0.01), comm, granularity="model")
+        grads = {key: torch.empty(shape, device=DEVICE) for key, shape in SHAPES.items()}
+        with reducer.captures.allowed():
+            for step in range(STEPS):
+                for x in grads.values():
+                    x.normal_()
+                if step == STEPS - 1 and fault == "not finite":
+                    grads["b"][7] = torch.nan
+                reducer.reduce_(grads)
+        assert not any(x.any() for x in grads.values())
+        text = {
+            "not finite": "The gradient of 'b' is not finite on rank 0 at step 4",
+            "corrupt": "A message of rank 1 at step 4, .*, is corrupt",
+        }
+        with pytest.raises((NonFiniteGradient, ValueError), match=text[fault]):
+            reducer.raise_deferred()
+
+
+@needs_triton
+def test_a_function_that_cannot_be_captured_runs_as_before(caplog):
+    captures, x = Captures(), torch.ones(3, device=DEVICE)
+    found = captures.of("a segment")
+    with graphs([]), captures.allowed(), caplog.at_level("INFO"):
+        for constant in (1, 1, 2):
+            # The constant is new to the cache in the run that captures.
+            key = ("test", object() if constant == 1 else constant)
+            result = found.run(("add",), lambda key=key: x + kept(key, x, lambda: x.clone()), [x])
+            assert torch.equal(result, x + 1)
+    assert "CUDA cannot capture ('add',), so the host launches each of its kernels" in caplog.text
+
+
+def test_nothing_is_captured_without_leave():
+    captures, x = Captures(), torch.ones(3, device=DEVICE)
+    replayed = []
+    with graphs(replayed):
+        for _ in range(4):
+            assert torch.equal(captures.of("a segment").run(("add",), lambda: x + 1, [x]), x + 1)
+    assert not replayed
+
+
+@needs_triton
+def test_inputs_at_another_address_are_not_replayed():
+    captures, x, y = Captures(), torch.ones(3, device=DEVICE), torch.full((3,), 5.0, device=DEVICE)
+    replayed, found = [], captures.of("a segment")
+    with graphs(replayed), captures.allowed():
+        for _ in range(2):
+            found.run(("add",), lambda: x + 1, [x])
+        assert len(replayed) == 1
+        assert torch.equal(found.run(("add",), lambda: y + 1, [y]), y + 1)
+        assert len(replayed) == 1
+        x.fill_(7)
+        assert torch.equal(found.run(("add",), lambda: 1 / 0, [x]), x + 1)  # type: ignore[arg-type, return-value]

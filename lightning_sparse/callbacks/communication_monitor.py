@@ -191,7 +191,7 @@ class _Totals:
             spent["compensate"],
             max(0.0, spent["aggregate"] - spent["exchange"]),
             spent["exchange"],
-            spent["write"] + spent["keep"],
+            spent["write"],
         )
         scalars = {f"seconds/{phase}": value for phase, value in zip(PHASES, phases, strict=True)}
         if sum(phases) > 0:

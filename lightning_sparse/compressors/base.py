@@ -46,6 +46,11 @@ Update = Tensor | Entries
 """A change of a segment: dense (1-D, fp32, of the segment's length), or entries."""
 
 
+def parts_of(update: Update) -> tuple[Tensor, ...]:
+    """Return the tensors of an update."""
+    return (update,) if isinstance(update, Tensor) else tuple(update)
+
+
 def check_length(u: Tensor, ctx: Context) -> None:
     """Raise ValueError unless `u` has the length of its segment, on which the kernels rely."""
     numel = ctx.segment.numel

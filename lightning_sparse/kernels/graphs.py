@@ -4,8 +4,8 @@
     graphs = captures.of("segment 0")
     with captures.allowed():
         for _ in range(2):                 # the first run compiles kernels, and copies constants to the device
-            y = graphs.run(("double",), lambda x: 2 * x, x)
-    graphs.run(("double",), ..., x) is y   # replays: the same tensor, with the present contents of x doubled
+            y = graphs.run(("double",), lambda: 2 * x, [x])
+    graphs.run(("double",), ..., [x]) is y # replays: the same tensor, with the present contents of x doubled
 
 Python and Triton take 25 to 60 μs to launch a kernel, and many kernels take the device 3 μs.
 
@@ -110,14 +110,14 @@ class Graphs:
         """Whether functions may be captured, or are replayed."""
         return self._may_capture or bool(self._captured)
 
-    def run(self, name: tuple[Hashable, ...], function: Callable[..., R], *inputs: Tensor) -> R:
-        """Return `function(*inputs)`, perhaps by a replay.
+    def run(self, name: tuple[Hashable, ...], function: Callable[[], R], inputs: Sequence[Tensor]) -> R:
+        """Return `function()`, perhaps by a replay.
 
         Args:
             name: name of the function, and other values on which its kernels depend.
-            function: launches kernels, and does not wait for the device. It reads no other tensors, but constants of
-                `kept` and tensors whose addresses never change.
-            inputs: tensors that it reads or writes.
+            function: launches kernels, and does not wait for the device.
+            inputs: the tensors that it reads or writes, except constants of `kept`, and tensors whose addresses never
+                change.
         """
         addresses = [x.data_ptr() for x in inputs]
         known = self._captured.get(name)
@@ -125,13 +125,13 @@ class Graphs:
             known.replay()
             return known.result  # type: ignore[no-any-return]
         if not self._may_capture or not can_capture(inputs[0]) or (name in self._captured and known is None):
-            return function(*inputs)
+            return function()
         before, self._seen[name] = self._seen.get(name), addresses
         if before != addresses:
-            return function(*inputs)
+            return function()
         known = self._captured[name] = self._capture(name, function, inputs, addresses)
         if known is None:
-            return function(*inputs)
+            return function()
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ class Graphs:
         return self._placed
 
     def _capture(
-        self, name: tuple[Hashable, ...], function: Callable[..., R], inputs: Any, addresses: list[int]
+        self, name: tuple[Hashable, ...], function: Callable[[], R], inputs: Sequence[Tensor], addresses: list[int]
     ) -> Captured | None:
         assert self._captures is not None
         try:
@@ -167,15 +167,15 @@ def can_capture(x: Tensor) -> bool:
     return type(x) is Tensor and x.is_cuda and torch.cuda.is_available() and backend_of(x) == "triton"
 
 
-def capture(function: Callable[..., Any], inputs: tuple[Tensor, ...], addresses: list[int], pool: Any) -> Captured:
-    """Capture `function(*inputs)`; its kernels do not run yet."""
+def capture(function: Callable[[], Any], inputs: Sequence[Tensor], addresses: list[int], pool: Any) -> Captured:
+    """Capture a function; its kernels do not run yet."""
     device = inputs[0].device
     graph = torch.cuda.CUDAGraph()
     # Another stream, because other threads may order work after the current one meanwhile.
     with constants_of(torch.cuda.current_stream(device)) as constants, torch.cuda.stream(torch.cuda.Stream(device)):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
-            result = function(*inputs)
+            result = function()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is invalid
                 graph.capture_end()
