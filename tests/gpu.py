@@ -160,10 +160,11 @@ PYTEST = (
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {python} -m pytest -p xdist.plugin --dist loadgroup -v -p no:cacheprovider "
     "--tb=short --durations=5"
 )
+KERNEL_TESTS = "tests/test_kernels.py tests/test_payout.py tests/test_graphs.py"
 QUICK = (
     "-m 'not full and not exhaustive' "
     "-k 'not native and not bases and not loops and not in_c and not large_inputs' "
-    "tests/test_kernels.py tests/test_payout.py"
+    f"{KERNEL_TESTS}"
 )
 ON_CUDA = "tests/integration/test_cuda.py -m '' -k"
 SMALL = "--numel 20000 --repetitions 2"
@@ -258,7 +259,7 @@ SECOND = {
         95,
         {"no kernel reads or writes outside its tensors": None},
         needs=("compute-sanitizer", "triton"),
-        group=6,
+        group=5,
         rehearsal="TRITON_INTERPRET=1 {python} -m tests.run_kernels --small",
     ),
 }
@@ -267,7 +268,9 @@ RUNS = {"first": (FIRST, 330), "second": (SECOND, 400)}
 FULL_LIMIT = 1800
 FULL = {
     "kernels": replace(
-        FIRST["kernels"], command=f"{PYTEST} -n 8 -m '' tests/test_kernels.py tests/test_payout.py", group=0
+        FIRST["kernels"],
+        command=f"{PYTEST} -n 8 -m '' {KERNEL_TESTS}",
+        group=0,
     ),
     "nccl": replace(FIRST["nccl"], group=1),
     "lightning": replace(FIRST["lightning"], command=f"{PYTEST} -n 4 {ON_CUDA} 'not cpu'", group=2),
