@@ -310,6 +310,14 @@ KERNELS = {
         {**MANY, "typed": "*fp32", "values": "*fp32"},
         {"TILE": write_back.TILE, "STEPS": 4, "WHEN": False},
     ),
+    **{
+        f"zero {dtype}": (
+            write_back._zero_all,
+            {**MANY, "typed": f"*{dtype}"},
+            {"TILE": gradient_table.TILE, "PART": 256, "STEPS": 4},
+        )
+        for dtype in ("fp32", "bf16")
+    },
     "write to many fp32": (
         write_back._write_to_many,
         {**MANY, "out": "*fp32"},

@@ -247,7 +247,7 @@ SECOND = {
         rehearsal="{python} -m benchmarks.gpt --rehearse --turns 2 --out {out}",
     ),
     "nowait": Part(
-        f"{PYTEST} -n 9 {ON_CUDA} 'not cpu and (no_step or plain_torch or captured or (two_ranks and some))'",
+        f"{PYTEST} -n 13 {ON_CUDA} 'not cpu and (no_step or plain_torch or captured or (two_ranks and some))'",
         215,
         {"no step of 21 methods waits for the device, two runs end with the same bits, two ranks train": None},
         needs=("triton", "xdist"),

@@ -1254,7 +1254,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 77
+    assert len(kernels) == 79
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers
@@ -1269,6 +1269,9 @@ def test_kernels_compile_for_gpus(capability):
         assert kernels[name]["wide loads"] == wide, (name, kernels[name])
         assert kernels[name]["registers"] <= 48, "more would leave room for too few programs to hide their waiting"
         assert kernels[name]["wide stores"] == 4, (name, kernels[name])
+    # Zeros: wide stores to an aligned gradient; one by one to one that is not, and to tiles of several gradients.
+    for name, wide in {"zero fp32": 8, "zero bf16": 4}.items():
+        assert (kernels[name]["wide stores"], kernels[name]["stores"]) == (wide, wide + 32 + 2), (name, kernels[name])
     # These have the same loads twice: wide for full tiles, and one by one for the last.
     for name in (
         "read",

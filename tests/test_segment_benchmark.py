@@ -24,7 +24,7 @@ def test_a_device_that_waits_for_the_host_is_kept_asleep_longer(monkeypatch):
     slept = []
     monkeypatch.setitem(rehearsal.STAND_INS, "_sleep", slept.append)
     monkeypatch.setattr(rehearsal.Event, "query", lambda self: slept[-1] < 10 * segment.SLEEP)
-    made = segment.Case(lambda: None, lambda: None, lambda: None)
+    made = segment.Case(lambda: None, lambda: None, lambda: None, None)
     with rehearsal.rehearsal():
         device_us, host_us = segment.alone(made, 2)
     assert [cycles // segment.SLEEP for cycles in slept] == [1, 4, 16, 16]

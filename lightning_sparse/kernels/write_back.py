@@ -276,12 +276,12 @@ def _zero_all(table, typed, numel, many, TILE: tl.constexpr, PART: tl.constexpr,
     address = tl.load(table + 2 * many + tile)
     zeros = tl.zeros((TILE,), typed.dtype.element_ty)
     if address != 0:
-        places = address.to(tl.pointer_type(typed.dtype.element_ty))
-        # Stores to aligned memory are 16 bytes wide.
+        # Stores to aligned memory are 16 bytes wide. Each branch has its own pointer, because the hint changes it.
         if address % 16 == 0:
-            tl.store(tl.multiple_of(places, 16) + tl.arange(0, TILE), zeros)
+            wide = tl.multiple_of(address.to(tl.pointer_type(typed.dtype.element_ty)), 16)
+            tl.store(wide + tl.arange(0, TILE), zeros)
         else:
-            tl.store(places + tl.arange(0, TILE), zeros)
+            tl.store(address.to(tl.pointer_type(typed.dtype.element_ty)) + tl.arange(0, TILE), zeros)
     else:
         for part in range(TILE // PART):
             index = tile * TILE + part * PART + tl.arange(0, PART)

@@ -414,7 +414,7 @@ def test_a_step_can_be_captured_in_a_graph(compressor):
     def step() -> tuple[Tensor, ...]:
         ctx = Context(segment, stats=compressor.block_stats(numel))
         u = add_with_stats_(residual, segment.bounds, [grad], 1.0, ctx.stats)
-        _, applied = compressor.compress(u, ctx)
+        payload, applied = compressor.compress(u, ctx)
         add_(u, applied, -1)
         return payload
 
