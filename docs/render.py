@@ -970,9 +970,14 @@ def gpu_promises() -> str:
     """What a GPU has shown, by promise."""
     found = read("gpu")
     return table(
-        ["promise", "part", "verdict"],
+        ["promise", "part", "verdict", "date"],
         (
-            [row.promise, f"`{row.part}`", f"**{row.verdict}**" if row.verdict == "does not hold" else row.verdict]
+            [
+                row.promise,
+                f"`{row.part}`",
+                f"**{row.verdict}**" if row.verdict == "does not hold" else row.verdict,
+                f"{pd.Timestamp(row.date):%-d %B}",
+            ]
             for row in found.itertuples()
         ),
     )
@@ -981,13 +986,26 @@ def gpu_promises() -> str:
 def gpu_segment() -> str:
     """Microseconds that a segment takes of a GPU and of its host."""
     found = read("segment").sort_values(["ranks", "method"], kind="stable")
-    columns = ["device_us", "host_us", "beside_us", "busy_us"]
+    columns = ["plain_device_us", "device_us", "plain_host_us", "host_us", "beside_us"]
     return table(
-        ["method", "ranks", "device, μs", "host, μs", "beside products, μs", "sum of its kernels, μs", "launches"],
+        ["method", "ranks", "device, μs", "with graphs", "host, μs", "with graphs", "as fast", "beside products, μs"],
         (
-            [f"`{row.method}`", f"{row.ranks}", *(f"{getattr(row, name):,.0f}" for name in columns), f"{row.launches}"]
+            [f"`{row.method}`", f"{row.ranks}", *numbers[:4], f"{row.plain_host_us / row.host_us:.1f} ×", numbers[4]]
             for row in found[found.ranks > 1].itertuples()
+            for numbers in [[f"{getattr(row, name):,.0f}" for name in columns]]
         ),
+    )
+
+
+def gpu_host() -> str:
+    """How CUDA graphs change the host's time."""
+    row = read("segment").set_index(["method", "ranks"]).loc[("topk", 2)]
+    hosts = read("segment_hosts").plain_host_us
+    return (
+        f"For `topk` with two ranks, graphs reduced the host's time from {row.plain_host_us:,.0f} to "
+        f"{row.host_us:,.0f} μs. The\ndevice's time fell from {row.plain_device_us:.0f} to {row.device_us:.0f} μs, "
+        f"because the gaps between kernels are shorter. Other programs shared\nthe host: without graphs, {len(hosts)} runs took {hosts.min():,} to "
+        f"{hosts.max():,} μs. So compare the two columns of a row.\n"
     )
 
 
@@ -1288,6 +1306,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launches-host": launches_host,
     "gpu-promises": gpu_promises,
     "gpu-segment": gpu_segment,
+    "gpu-host": gpu_host,
     "gpu-selection": gpu_selection,
     "gpu-gpt": gpu_gpt,
     "gpu-line": gpu_line,

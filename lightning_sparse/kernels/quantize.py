@@ -88,7 +88,7 @@ def block_count(places: Places, block: int) -> int:
 def scale_of(largest: Tensor, bits: int) -> Tensor:
     """Return scales of blocks, given their largest magnitudes: fp32, rounded to bf16; NaN and infinity stay."""
     levels = (1 << bits - 1) - 1
-    exact = largest / levels
+    exact = largest / torch.full_like(largest, levels)  # torch divides by a number as a product on CUDA
     nearest = exact.bfloat16()
     scale = (nearest.view(torch.int16) + (nearest.float() < exact)).view(torch.bfloat16)
     # L steps must not overflow, so scales of the largest numbers round down: L + 1/2 steps still reach the value.
