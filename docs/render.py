@@ -1001,14 +1001,12 @@ def gpu_host() -> str:
     """How CUDA graphs change the host's time."""
     row = read("segment").set_index(["method", "ranks"]).loc[("topk", 2)]
     hosts = read("segment_hosts").plain_host_us
-    lines = (
-        f"For `topk` with two ranks, graphs reduced the host's time from {row.plain_host_us:,.0f} to {row.host_us:,.0f} μs.",
-        f"The device's time fell from {row.plain_device_us:.0f} to {row.device_us:.0f} μs, because the gaps between kernels "
-        f"are shorter.",
-        f"Other programs shared the host: without graphs, {len(hosts)} runs took {hosts.min():,} to {hosts.max():,} μs. So",
-        "compare the two columns of a row.",
-    )
-    return "\n".join(lines) + "\n"
+    host = f"{row.plain_host_us:,.0f} to {row.host_us:,.0f} μs"
+    device = f"{row.plain_device_us:.0f} to {row.device_us:.0f} μs"
+    return f"""For `topk` with two ranks, graphs reduced the host's time from {host}.
+The device's time fell from {device}, because the gaps between kernels are shorter. Other programs shared the
+host: without graphs, {len(hosts)} runs took {hosts.min():,} to {hosts.max():,} μs. So compare the two columns of a row.
+"""
 
 
 def gpu_selection() -> str:
