@@ -270,9 +270,9 @@ class Reducer:
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)
         observers = list(self.observers)
-        graphs = Graphs()
-        if not compressor.depends_on_step and not observers:  # an observer may keep tensors, which a replay overwrites
-            graphs = self.captures.of((segment.index, density))
+        # An observer may keep tensors, which a replay would overwrite. Densities of a warm-up are soon over.
+        replays = not compressor.depends_on_step and not observers and density == self.method.density
+        graphs = self.captures.of(segment.index) if replays else Graphs()
         stats = None
         if not aggregator.shards_segment:
             stats = graphs.stats or compressor.block_stats(segment.numel, density)

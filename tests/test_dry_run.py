@@ -63,9 +63,9 @@ def rehearsed(**options: Any) -> tuple[Reducer, list[tuple[Any, ...]]]:
 def test_every_density_is_rehearsed_with_aligned_gradients_and_with_others():
     """Triton compiles again for another alignment of memory, and for other densities. In backward that may be late."""
     reducer, seen = rehearsed(density_warmup=(1.0, 0.1), granularity="model")
-    assert [row[0] for row in seen] == [1.0] * 4 + [0.1] * 4 + [0.01] * 4
-    for first, second, third, fourth in zip(*(seen[start::4] for start in range(4)), strict=True):
-        assert first[1][0] == third[1][0] == fourth[1][0]  # like the first one
+    assert [row[0] for row in seen] == [1.0, 1.0, 0.1, 0.1, *[0.01] * 4]
+    assert [row[1:] for row in seen[6:]] == [(*seen[4][1:3], step) for step in (2, 3)]  # like the first one
+    for first, second in zip(seen[:6:2], seen[1:6:2], strict=True):
         assert first[1][0] == 0
         assert second[1][0] != 0
         assert (first[2], second[2]) == ([], ["b"])  # reversed, as backward brings them

@@ -147,7 +147,7 @@ def test_a_replay_notices_what_launches_notice(fault):
 @needs_triton
 def test_a_function_that_cannot_be_captured_runs_as_before(caplog):
     captures, x = Captures(), torch.ones(3, device=DEVICE)
-    found = captures.of("a segment")
+    found = captures.of(0)
     with graphs([]), captures.allowed(), caplog.at_level("INFO"):
         for constant in (1, 1, 2):
             # The constant is new to the cache in the run that captures.
@@ -162,14 +162,14 @@ def test_nothing_is_captured_without_leave():
     replayed = []
     with graphs(replayed):
         for _ in range(4):
-            assert torch.equal(captures.of("a segment").run(("add",), lambda: x + 1, [x]), x + 1)
+            assert torch.equal(captures.of(0).run(("add",), lambda: x + 1, [x]), x + 1)
     assert not replayed
 
 
 @needs_triton
 def test_inputs_at_another_address_are_not_replayed():
     captures, x, y = Captures(), torch.ones(3, device=DEVICE), torch.full((3,), 5.0, device=DEVICE)
-    replayed, found = [], captures.of("a segment")
+    replayed, found = [], captures.of(0)
     with graphs(replayed), captures.allowed():
         for _ in range(2):
             found.run(("add",), lambda: x + 1, [x])

@@ -238,10 +238,10 @@ class Session:
         The first use of a kernel loads it, and the first use of a group connects it. Both may wait for the device.
         Within backward this wait may never end: the device may wait for this rank, in one of DDP's collectives.
 
-        Each density of the warm-up gets four steps, because the density decides which segments fall back to dense. The
+        Each density of the warm-up gets two steps, because the density decides which segments fall back to dense. The
         first step has gradients in aligned memory, the second in unaligned memory: DDP's buckets hold both. In the
-        second step one parameter of each segment took no part in backward. From the second step on, CUDA graphs are
-        captured, in each step one whose inputs are results of the one before.
+        second step one parameter of each segment took no part in backward. The method's own density gets two more
+        steps, for CUDA graphs: each step captures one, whose inputs are results of the one before.
         """
         try:
             if self.stream is None:
@@ -268,7 +268,7 @@ class Session:
             for density in densities:
                 only = () if density is None else (density,)
                 reducer.options = replace(options, density_warmup=only, density_warmup_steps=None)
-                for shift in (0, 1, 0, 0):
+                for shift in (0, 1, 0, 0) if density == reducer.method.density else (0, 1):
                     if reducer.gradient_check.needs_all_gradients:
                         ones = {name: param.new_zeros(1) for name, param in params.items()}
                         reducer.check_gradients(ones)

@@ -1,7 +1,7 @@
 """Replays a function's kernels as a CUDA graph: the host launches the graph, not each kernel.
 
     captures = Captures()
-    graphs = captures.of("segment 0")
+    graphs = captures.of(0)
     with captures.allowed():
         for _ in range(2):                 # the first run compiles kernels, and copies constants to the device
             y = graphs.run(("double",), lambda: 2 * x, [x])
@@ -51,11 +51,13 @@ class Captures:
     def clear(self) -> None:
         """Drop all graphs."""
         self.pools: dict[Hashable, Any] = {}
-        self._of: dict[Hashable, Graphs] = {}
+        self._of: dict[int, Graphs] = {}
 
-    def of(self, key: Hashable) -> Graphs:
-        """Return the graphs of a segment at a density, which together are the key."""
-        return self._of.setdefault(key, Graphs(self))
+    def of(self, segment: int) -> Graphs:
+        """Return the graphs of a segment, by its number."""
+        if segment not in self._of:
+            self._of[segment] = Graphs(self)
+        return self._of[segment]
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -84,7 +86,7 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one segment at one density.
+    """The graphs of one segment.
 
     Args:
         captures: shared by all graphs; None captures nothing.

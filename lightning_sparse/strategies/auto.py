@@ -286,7 +286,7 @@ class _Choice:
         tuner: decides.
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
-        resumed: the choice in the checkpoint that was loaded last; "" without one.
+        resumed: the choice in the checkpoint of this fit, until `begin`; "" without one.
         has_residuals: whether this checkpoint has residuals.
     """
 
@@ -313,6 +313,7 @@ class _Choice:
         if self.has_residuals and TOPK in names:  # perhaps of topk_ddp
             first = TOPK
         resumed = self.resumed if self.resumed in names else ""
+        self.resumed, self.has_residuals = "", False  # a later fit may have no checkpoint
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
         self.reason = f"auto_ddp, by {why}: {self._link_text()}" if len(names) > 1 else f"auto_ddp, by {why}"

@@ -190,13 +190,14 @@ def resumed(rank: int, folder: Any, name: str) -> Any:
     path = f"{folder}/last.ckpt"
     rest = fit(Net(kind, lr=0.01), strategy, rank, max_steps=2 * STEPS, ckpt_path=path)
     saved = torch.load(path, weights_only=True)[KEY]
-    return saved, [*dict.fromkeys(rest.names)], torch.equal(whole.weights[-1], rest.weights[-1]), said
+    left = strategy._auto.resumed, strategy._auto.has_residuals  # for the next fit
+    return saved, [*dict.fromkeys(rest.names)], torch.equal(whole.weights[-1], rest.weights[-1]), left, said
 
 
 @pytest.mark.parametrize("name", ["topk", "ddp"])
 def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
-    for rank, (saved, names, equal, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
-        assert (saved, names, equal) == (name, [name], True)
+    for rank, (saved, names, equal, left, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
+        assert (saved, names, equal, left) == (name, [name], True, ("", False))
         assert rank or "by the checkpoint" in said[0]
 
 
