@@ -147,9 +147,10 @@ class Exchange:
         """
         if self.precompressed is not None:
             return self.precompressed
-        ctx = region or self.ctx
+        ctx, worst = region or self.ctx, self._root.worst
 
         def run() -> tuple[Payload, Update, Tensor | None, Tensor]:
+            self._root.worst = worst  # a capture that failed has replaced it
             payload, update = compressor.compress(u, ctx)
             floats = [part for part in payload if part.is_floating_point() and part is not u]
             exposed = compressor.exposes_nonfinite
@@ -164,7 +165,7 @@ class Exchange:
         if ctx is not self.ctx:
             return run()[:2]
         name = "compress", compressor
-        payload, update, messages, self._root.worst = self._graphs.run(name, run, [u, self._root.worst])
+        payload, update, messages, self._root.worst = self._graphs.run(name, run, [u, worst])
         if isinstance(payload, Parts):
             payload.messages = messages  # a replay has written a new message, which is not sealed yet
         return payload, update
@@ -208,13 +209,15 @@ class Exchange:
     def all_gather_as(self, decode: Callable[[Payload], T], payload: Payload) -> T:
         """Return `decode` of the payloads of all ranks, which are rows."""
         messages = self._graphs.fixed("messages", self.comm.all_gather_rows(self._frame(payload)))
+        worst = self._root.worst
 
         def run() -> tuple[T, tuple[Tensor, Tensor] | None]:
+            self._root.worst = worst
             # A graph contains no number that changes with the step, so take the fingerprint from this rank's message.
             sent = messages.view(torch.int64)[self.rank, 0] if self._graphs.is_active else None
             return decode(self._receive(messages, payload, self._senders, sent)), self._root._found
 
-        result, self._root._found = self._graphs.run(("receive",), run, [messages, self._root.worst, self._senders])
+        result, self._root._found = self._graphs.run(("receive",), run, [messages, worst, self._senders])
         if self._root._found is not None:
             self._root.worst = self._root._found[0]
         return result

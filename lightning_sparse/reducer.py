@@ -275,7 +275,10 @@ class Reducer:
         graphs = self.captures.of(segment.index) if replays else Graphs()
         stats = None
         if not aggregator.shards_segment:
-            stats = graphs.stats or compressor.block_stats(segment.numel, density)
+            if (stats := graphs.stats) is not None:
+                stats.done = False
+            else:
+                stats = compressor.block_stats(segment.numel, density)
             graphs.stats = stats if graphs.is_active else None
         ctx = Context(
             segment,

@@ -11,14 +11,16 @@ import torch
 
 from lightning_sparse import Reducer, method
 from lightning_sparse.exchange import NonFiniteGradient
+from lightning_sparse.kernels import graphs as module
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.graphs import Captures
 from lightning_sparse.kernels.launch import kept
+from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import DEVICE, Echo, needs_triton
 from tests.support.recorded_graphs import recorded_graphs
-from tests.support.tiers import full
+from tests.support.tiers import full, in_full
 
 SHAPES = {"w": (61, 67), "b": (67,), "v": (1000,)}
 STEPS = 5
@@ -31,7 +33,7 @@ def graphs(replayed):
         yield
 
 
-def train(name, ranks, captures, rule=None, dtype=torch.float32, **options):
+def train(name, ranks, captures, rule=None, dtype=torch.float32, memory=None, **options):
     """Return weights after some steps, of which the first four may capture, residuals, and the last step's replays.
 
     The second step captures the first graph. Its results are inputs of the second graph, and so on.
@@ -39,6 +41,7 @@ def train(name, ranks, captures, rule=None, dtype=torch.float32, **options):
     replayed, results = [], []
     torch.manual_seed(0)
     made = replace(method(name, density=0.01, **options), update_rule=rule)
+    made = made if memory is None else replace(made, memory=memory)
     exchanged = "update" if rule else "gradient"
     with graphs(replayed):
         reducer = Reducer(made, Echo(ranks), granularity="model", exchanged=exchanged)
@@ -65,7 +68,8 @@ def train(name, ranks, captures, rule=None, dtype=torch.float32, **options):
                 updates.complete()
             results.append({key: x.detach().clone() for key, x in model.items()})
         reducer.raise_deferred()
-    return results, reducer.state_dict()["elements"]["residual"], replayed
+    kept = reducer.state_dict()["elements"].get("residual", dict.fromkeys(SHAPES, torch.zeros(1)))
+    return results, kept, replayed
 
 
 def compare(name, ranks, **options):
@@ -87,7 +91,8 @@ def compare(name, ranks, **options):
     [
         ("topk", 3, {"dtype": torch.bfloat16}, 3),
         ("topk", 1, {"value_format": "int2"}, 3),
-        ("gaussiank", 3, {}, 3),
+        pytest.param("gaussiank", 3, {}, 3, marks=full),
+        pytest.param("topk", 3, {"memory": NoMemory()}, 3, marks=full),
         pytest.param("topk", 3, {"value_format": "int4"}, 3, marks=full),
         pytest.param("chunktopk", 3, {}, 3, marks=full),
         pytest.param("gtopk", 3, {}, 1, marks=full),
@@ -100,9 +105,7 @@ def test_replays_give_the_same_bits_as_launches(name, ranks, options, graphs):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "rule", [UpdateRule(), pytest.param(UpdateRule(momentum="keep"), marks=full), UpdateRule(overlap="next_step")]
-)
+@pytest.mark.parametrize("rule", [UpdateRule(), *in_full(UpdateRule(momentum="keep"), UpdateRule(overlap="next_step"))])
 def test_updates_replay_as_well(rule):
     compare("topk", 3, rule=rule)  # whether u is at the same address again is the allocator's choice
 
@@ -142,6 +145,36 @@ def test_a_replay_notices_what_launches_notice(fault):
         }
         with pytest.raises((NonFiniteGradient, ValueError), match=text[fault]):
             reducer.raise_deferred()
+
+
+@needs_triton
+def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
+    (plain, residual, _), broken = train("topk", 3, captures=False), {"left": 1}
+    real = recorded_graphs
+
+    @contextlib.contextmanager
+    def failing(replayed):
+        with real(replayed):
+            capture = module.capture
+
+            def fails_after(function, *args):
+                if broken["left"]:
+                    broken["left"] -= 1
+                    capture(function, *args)
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                return capture(function, *args)
+
+            monkeypatch.setattr(module, "capture", fails_after)
+            yield
+
+    monkeypatch.setitem(globals(), "recorded_graphs", failing)
+    with caplog.at_level("INFO"):
+        found, kept, _ = train("topk", 3, captures=True)
+    assert broken["left"] == 0
+    assert len(caplog.records) == 1
+    for want, got in zip(plain, found, strict=True):
+        assert all(torch.equal(want[key], got[key]) for key in SHAPES)
+    assert all(torch.equal(residual[key], kept[key]) for key in SHAPES)
 
 
 @needs_triton

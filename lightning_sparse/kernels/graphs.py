@@ -7,7 +7,7 @@
             y = graphs.run(("double",), lambda: 2 * x, [x])
     graphs.run(("double",), ..., [x]) is y # replays: the same tensor, with the present contents of x doubled
 
-Python and Triton take 25 to 60 μs to launch a kernel, and many kernels take the device 3 μs.
+The host takes longer to launch a kernel than the device takes for many of them.
 
 A graph contains addresses. So it is replayed only if the inputs are at the same addresses, and else the function runs.
 Its results are at fixed addresses, too: a replay overwrites them.
@@ -165,8 +165,9 @@ class Graphs:
 
 
 def can_capture(x: Tensor) -> bool:
-    """Return whether kernels for `x` can be captured: Triton's, on a GPU."""
-    return type(x) is Tensor and x.is_cuda and torch.cuda.is_available() and backend_of(x) == "triton"
+    """Return whether kernels for `x` can be captured: Triton's, on a GPU, for at least one element."""
+    is_real = type(x) is Tensor and x.is_cuda and torch.cuda.is_available()  # not one of torch's fake tensors
+    return is_real and x.numel() > 0 and backend_of(x) == "triton"
 
 
 def capture(function: Callable[[], Any], inputs: Sequence[Tensor], addresses: list[int], pool: Any) -> Captured:
