@@ -44,6 +44,9 @@ NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
     "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
 )
+MESSAGES = 64
+"""Messages are not decoded by a CUDA graph if they take more than this part of the residual: a copy of them stays, and
+twice as many bytes of entries."""
 Exchanged = Literal["gradient", "update"]
 """The exchanged quantity: gradients, or updates of optimizers."""
 
@@ -207,17 +210,19 @@ class Exchange:
         return self._receive(self.comm.all_gather_rows(self._frame(payload)), payload, self._senders)
 
     def all_gather_as(self, decode: Callable[[Payload], T], payload: Payload) -> T:
-        """Return `decode` of the payloads of all ranks, which are rows."""
-        messages = self._graphs.fixed("messages", self.comm.all_gather_rows(self._frame(payload)))
-        worst = self._root.worst
+        """Return `decode` of the payloads of all ranks, which are rows. Call it once in an exchange."""
+        messages, graphs = self.comm.all_gather_rows(self._frame(payload)), self._graphs
+        if messages.nbytes * MESSAGES > 4 * self.ctx.segment.numel:
+            graphs = Graphs()  # copies and entries of many ranks would take too much memory
+        messages, worst = graphs.fixed("messages", messages), self._root.worst
 
         def run() -> tuple[T, tuple[Tensor, Tensor] | None]:
             self._root.worst = worst
             # A graph contains no number that changes with the step, so take the fingerprint from this rank's message.
-            sent = messages.view(torch.int64)[self.rank, 0] if self._graphs.is_active else None
+            sent = messages.view(torch.int64)[self.rank, 0] if graphs.is_active(messages) else None
             return decode(self._receive(messages, payload, self._senders, sent)), self._root._found
 
-        result, self._root._found = self._graphs.run(("receive",), run, [messages, worst, self._senders])
+        result, self._root._found = graphs.run(("receive",), run, [messages, worst, self._senders])
         if self._root._found is not None:
             self._root.worst = self._root._found[0]
         return result

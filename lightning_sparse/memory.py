@@ -26,6 +26,10 @@ class Memory(abc.ABC):
     error_feedback: bool = True
     """Whether it keeps rounding errors. Computing them costs one pass over the data."""
 
+    depends_on_step: bool = True
+    """Whether `compensate` or `update` depends on more than its tensors, as on `ctx.step` or on values that the host
+    reads. If not, kernels are replayed as CUDA graphs. Subclasses inherit the value."""
+
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         """Combine the gradients with the state.
@@ -55,7 +59,7 @@ class Memory(abc.ABC):
 class NoMemory(Memory):
     """Discards the entries that were not sent."""
 
-    error_feedback = False
+    error_feedback = depends_on_step = False
     state = (StateSpec("u", per="scratch"),)
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
@@ -72,6 +76,7 @@ class Residual(Memory):
     becomes e + g, and p stays in the optimizer's momentum, which still contains it.
     """
 
+    depends_on_step = False
     state = (StateSpec("residual"),)
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
@@ -123,7 +128,7 @@ class Momentum(Memory):
 
     beta: float = 0.9
 
-    error_feedback = False
+    error_feedback = depends_on_step = False
     state = (StateSpec("momentum"),)
 
     def __post_init__(self) -> None:

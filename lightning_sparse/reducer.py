@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
-from lightning_sparse.compressors.base import Compressor, Update, parts_of
+from lightning_sparse.compressors.base import Compressor, Entries, Update, parts_of
 from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
@@ -270,16 +270,13 @@ class Reducer:
         self.routing.log_dense(density)
         compressor, aggregator = parts = self.routing.parts(segment, density)
         observers = list(self.observers)
-        # An observer may keep tensors, which a replay would overwrite. Densities of a warm-up are soon over.
-        replays = not compressor.depends_on_step and not observers and density == self.method.density
-        graphs = self.captures.of(segment.index) if replays else Graphs()
-        stats = None
+        graphs, stats = self._graphs_of(segment, compressor, density), None
         if not aggregator.shards_segment:
             if (stats := graphs.stats) is not None:
                 stats.done = False
             else:
                 stats = compressor.block_stats(segment.numel, density)
-            graphs.stats = stats if graphs.is_active else None
+            graphs.stats = stats if graphs.is_active(grads[0]) else None
         ctx = Context(
             segment,
             step=self.step,
@@ -306,6 +303,14 @@ class Reducer:
         fingerprint = self.routing.fingerprint(ctx, in_sync)
         exchange = Exchange(self.comm, ctx, fingerprint, device=u.device, in_sync=in_sync, exchanged=kind)
         return PendingExchange(u, grads, compressor, aggregator, exchange, masked, observers)
+
+    def _graphs_of(self, segment: Segment, compressor: Compressor, density: float | None) -> Graphs:
+        """Return the CUDA graphs of a segment, for methods whose kernels are the same in every step."""
+        changes = compressor.depends_on_step or self.method.memory.depends_on_step
+        # An observer may keep tensors, which a replay would overwrite. Densities of a warm-up are soon over.
+        if changes or self.observers or density != self.method.density:
+            return Graphs()
+        return self.captures.of(segment.index)
 
     def compress(self, pending: PendingExchange) -> Update:
         """Compress before `finish`, and return the part of u that this rank sends."""
@@ -335,7 +340,7 @@ class Reducer:
             memory.update(u, applied, rounding_error, ctx)
 
         with timed(self.seconds, "write"):
-            if isinstance(written, Placed):
+            if isinstance(written, Placed) and isinstance(update, Entries):
                 given = (u, update, applied, step_ok, *ctx.state.values())
                 name = "write", scale, grads[0].dtype
                 ctx.graphs.run(name, write, [x for each in given if each is not None for x in parts_of(each)])

@@ -105,8 +105,8 @@ class Compressor(abc.ABC):
     """Whether each parameter is encoded by itself: joining two segments joins their payloads, part by part."""
 
     depends_on_step: bool = True
-    """Whether payloads depend on anything but u, the segment and the density, such as random numbers or a state. If
-    not, and if the host never waits for the device, its kernels are launched as a CUDA graph."""
+    """Whether payloads depend on more than u, the segment and the density, such as random numbers, a state, or values
+    that the host reads. If not, kernels are replayed as CUDA graphs. Subclasses inherit the value."""
 
     approximates: bool = True
     """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""

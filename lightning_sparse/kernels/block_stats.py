@@ -75,6 +75,7 @@ class BlockStats:
         """
         size = size or chunk_size(self.numel)
         assert size % self.block == 0
+        self._total = self._squares = 0.0
         blocks = self.numel // self.block
         if self.block > 1:
             self.maxima = torch.empty(blocks, dtype=torch.int32, device=u.device)

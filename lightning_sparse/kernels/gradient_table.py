@@ -25,26 +25,16 @@ TILE = 4096
 
 
 class Placed(list[Tensor]):
-    """Gradients with a table that stays at its address, so that a CUDA graph can be replayed for other gradients.
+    """Gradients whose table is at a fixed address, so that a CUDA graph can be replayed for other gradients.
 
     Args:
-        grads: as for `gradient_table`.
-        bounds: as for `gradient_table`.
-        before: gradients of the same lengths, whose table is overwritten if addresses differ; None makes a new table.
-
-    Attributes:
-        table: the table.
+        grads: the gradients.
+        table: their table.
     """
 
-    def __init__(self, grads: Sequence[Tensor], bounds: Sequence[int], before: Placed | None) -> None:
+    def __init__(self, grads: Sequence[Tensor], table: Tensor) -> None:
         super().__init__(grads)
-        self._addresses = [grad.data_ptr() for grad in grads]
-        if before is None:
-            self.table = gradient_table(grads, bounds).clone()
-            return
-        self.table = before.table
-        if self._addresses != before._addresses:
-            self.table.copy_(gradient_table(grads, bounds))
+        self.table = table
 
 
 def gradient_table(grads: Sequence[Tensor | None], bounds: Sequence[int]) -> Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,29 +29,39 @@ from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.dispatch import backend_of
-from lightning_sparse.kernels.gradient_table import Placed
+from lightning_sparse.kernels.gradient_table import Placed, gradient_table
 from lightning_sparse.kernels.launch import constants_of, same_dtype
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+MOST = 3
+"""Most captures of a function. If its inputs move more often, it runs, unless they move back."""
 
 
 class Captures:
     """The graphs of all segments.
 
+    Segments are exchanged one after the other. So all graphs share a memory pool: a graph's temporaries may be at the
+    addresses of other segments' results. Copies and pickles have no graphs.
+
     Attributes:
         are_allowed: whether functions may be captured now.
-        pools: memory pools by the name of a function. Functions of one name never run at the same time, so their
-            temporaries share memory.
+        pool: the memory pool.
+        stream: the stream in which functions are captured. A pool shares memory only within a stream.
     """
 
     def __init__(self) -> None:
-        self.are_allowed = False
+        self.are_allowed = self._has_failed = False
         self.clear()
+
+    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+        """Leave out the graphs, which belong to this process."""
+        return Captures, ()
 
     def clear(self) -> None:
         """Drop all graphs."""
-        self.pools: dict[Hashable, Any] = {}
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
         self._of: dict[int, Graphs] = {}
 
     def of(self, segment: int) -> Graphs:
@@ -61,12 +72,26 @@ class Captures:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Allow captures in this block."""
-        self.are_allowed = True
+        """Allow captures in this block, unless one has failed."""
+        self.are_allowed = not self._has_failed
         try:
             yield
         finally:
             self.are_allowed = False
+
+    def try_(self, name: Hashable, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Captured | None:
+        """Return a function that is captured; None if it cannot be captured. Then nothing is captured any more."""
+        try:
+            if self.pool is None:
+                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(inputs[0].device)
+            return capture(function, inputs, self.pool, self.stream)
+        except Exception as error:
+            self.are_allowed, self._has_failed = False, True
+            log.warning(
+                f"CUDA could not capture {name!r}, so the host launches each kernel, which takes longer: {error}. If "
+                f"the compressor reads values on the host, set depends_on_step = True in its class."
+            )
+            return None
 
 
 class Captured(NamedTuple):
@@ -86,10 +111,10 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one segment.
+    """The graphs of one segment. Copies and pickles have none.
 
     Args:
-        captures: shared by all graphs; None captures nothing.
+        captures: the graphs of all segments; None captures nothing.
 
     Attributes:
         stats: block statistics at fixed addresses, for captured functions; None if nothing was captured.
@@ -98,22 +123,27 @@ class Graphs:
     def __init__(self, captures: Captures | None = None) -> None:
         self._captures = captures
         self.stats: BlockStats | None = None
-        self._captured: dict[tuple[Hashable, ...], Captured | None] = {}  # None: it cannot be captured
+        self._captured: dict[tuple[Hashable, ...], Captured] = {}
         self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
+        self._captures_of: Counter[tuple[Hashable, ...]] = Counter()
         self._fixed: dict[str, Tensor] = {}
-        self._placed: Placed | None = None
+        self._table: Tensor | None = None
+        self._placed: list[int] = []  # element size and addresses in the table
+
+    def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
+        """Leave out the graphs, which belong to this process."""
+        return Graphs, ()
 
     @property
     def _may_capture(self) -> bool:
         return self._captures is not None and self._captures.are_allowed
 
-    @property
-    def is_active(self) -> bool:
-        """Whether functions may be captured, or are replayed."""
-        return self._may_capture or bool(self._captured)
+    def is_active(self, x: Tensor) -> bool:
+        """Return whether functions of tensors like `x` may be captured, or are replayed."""
+        return (self._may_capture or bool(self._captured)) and can_capture(x)
 
     def run(self, name: tuple[Hashable, ...], function: Callable[[], R], inputs: Sequence[Tensor]) -> R:
-        """Return `function()`, perhaps by a replay.
+        """Return `function()`, perhaps by a replay. Then the result is valid until the next replay of any segment.
 
         Args:
             name: name of the function, and other values on which its kernels depend.
@@ -126,42 +156,38 @@ class Graphs:
         if known is not None and known.addresses == addresses:
             known.replay()
             return known.result  # type: ignore[no-any-return]
-        if not self._may_capture or not can_capture(inputs[0]) or (name in self._captured and known is None):
+        if not self._may_capture or not can_capture(inputs[0]) or self._captures_of[name] == MOST:
             return function()
         before, self._seen[name] = self._seen.get(name), addresses
         if before != addresses:
             return function()
-        known = self._captured[name] = self._capture(name, function, inputs, addresses)
+        assert self._captures is not None
+        known = self._captures.try_(name, function, inputs)
         if known is None:
             return function()
+        self._captured[name] = known
+        self._captures_of[name] += 1
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
     def fixed(self, name: str, x: Tensor) -> Tensor:
         """Return a copy of `x` at a fixed address, as input of a function; `x` itself if nothing is captured."""
-        if self._may_capture and name not in self._fixed and can_capture(x):
+        if name not in self._fixed and self._may_capture and can_capture(x):
             self._fixed[name] = torch.empty_like(x)
         return self._fixed[name].copy_(x) if name in self._fixed else x
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""
-        fit = self.is_active and can_capture(grads[0]) and same_dtype(grads) and all(x.is_contiguous() for x in grads)
+        fit = self.is_active(grads[0]) and same_dtype(grads) and all(x.is_contiguous() for x in grads)
         if not fit:
             return grads
-        self._placed = Placed(grads, bounds, self._placed)
-        return self._placed
-
-    def _capture(
-        self, name: tuple[Hashable, ...], function: Callable[[], R], inputs: Sequence[Tensor], addresses: list[int]
-    ) -> Captured | None:
-        assert self._captures is not None
-        try:
-            if name[0] not in self._captures.pools:
-                self._captures.pools[name[0]] = torch.cuda.graph_pool_handle()
-            return capture(function, inputs, addresses, self._captures.pools[name[0]])
-        except Exception as error:
-            log.info(f"CUDA cannot capture {name!r}, so the host launches each of its kernels: {error}")
-            return None
+        places = [grads[0].element_size(), *(x.data_ptr() for x in grads)]
+        if self._table is None:
+            self._table = gradient_table(grads, bounds).clone()
+        elif places != self._placed:
+            self._table.copy_(gradient_table(grads, bounds))
+        self._placed = places
+        return Placed(grads, self._table)
 
 
 def can_capture(x: Tensor) -> bool:
@@ -170,12 +196,16 @@ def can_capture(x: Tensor) -> bool:
     return is_real and x.numel() > 0 and backend_of(x) == "triton"
 
 
-def capture(function: Callable[[], Any], inputs: Sequence[Tensor], addresses: list[int], pool: Any) -> Captured:
-    """Capture a function; its kernels do not run yet."""
-    device = inputs[0].device
+def capture(
+    function: Callable[[], Any], inputs: Sequence[Tensor], pool: Any, stream: torch.cuda.Stream | None
+) -> Captured:
+    """Capture a function in a stream; its kernels do not run yet.
+
+    It is not the current stream, because other threads may order work after that one meanwhile.
+    """
     graph = torch.cuda.CUDAGraph()
-    # Another stream, because other threads may order work after the current one meanwhile.
-    with constants_of(torch.cuda.current_stream(device)) as constants, torch.cuda.stream(torch.cuda.Stream(device)):
+    addresses = [x.data_ptr() for x in inputs]
+    with constants_of(torch.cuda.current_stream(inputs[0].device)) as constants, torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             result = function()

@@ -220,9 +220,7 @@ class DeltaExchange:
         try:
             self._write_stale()
             if self._rule.delayed:
-                with self._reducer.captures.allowed():
-                    pending = [each.begin_(groups) for each in segments]
-                self._exchange_later(pending)
+                self._exchange_later([each.begin_(groups) for each in segments])  # no graphs: all begin before one ends
             else:
                 with self._reducer.captures.allowed():
                     for each in segments:

@@ -42,18 +42,18 @@ class Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recorded_graphs(replayed):
-    """Note each replay by its memory pool. On the CPU, record and repeat what is captured.
+    """Note each replayed function. On the CPU, record and repeat what is captured.
 
     A capture runs no kernel: afterwards, its inputs have their contents from before.
     """
     recorders = []
     real, on_cuda = launch.launch, graphs.capture
 
-    def noted(function, inputs, addresses, pool):
-        captured = (on_cuda if DEVICE == "cuda" else capture)(function, inputs, addresses, pool)
+    def noted(function, inputs, pool, stream):
+        captured = (on_cuda if DEVICE == "cuda" else capture)(function, inputs, pool, stream)
 
         def replay():
-            replayed.append(pool)
+            replayed.append(function)
             captured.replay()
 
         return captured._replace(replay=replay)
@@ -64,7 +64,8 @@ def recorded_graphs(replayed):
         if recorders:
             recorders[-1].calls.append(lambda: real(kernel, programs, *args, **constants))
 
-    def capture(function, inputs, addresses, pool):
+    def capture(function, inputs, pool, stream):
+        addresses = [x.data_ptr() for x in inputs]
         before = [x.clone() for x in inputs]
         recorder = Recorder()
         recorders.append(recorder)
@@ -90,7 +91,8 @@ def recorded_graphs(replayed):
             return
         for owner, name, value in (
             (graphs, "can_capture", lambda x: True),
-            (torch.cuda, "graph_pool_handle", lambda: len(replayed)),
+            (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
+            (torch.cuda, "Stream", lambda device: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         for module in (*KERNELS, *sys.modules.values()):
