@@ -45,8 +45,8 @@ NOT_FINITE = (
     "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
 )
 MESSAGES = 64
-"""Messages are not decoded by a CUDA graph if they take more than this part of the residual: a copy of them stays, and
-twice as many bytes of entries."""
+"""If messages take more than this part of the residual's bytes, no CUDA graph decodes them. It would keep a copy of
+them, and entries of twice their size."""
 Exchanged = Literal["gradient", "update"]
 """The exchanged quantity: gradients, or updates of optimizers."""
 

@@ -239,7 +239,7 @@ SECOND = {
     "gpt": Part(
         "{python} -m benchmarks.gpt --turns 6 --precisions bf16-mixed --contestants ddp topk 'topk, whole model' "
         "'topk updates' 'topk updates within backward' --out {out}",
-        75,
+        110,
         GPT,
         "gpt_cuda.csv",
         needs=("triton",),
@@ -248,7 +248,7 @@ SECOND = {
     ),
     "nowait": Part(
         f"{PYTEST} -n 13 {ON_CUDA} 'not cpu and (no_step or plain_torch or captured or (two_ranks and some))'",
-        215,
+        150,
         {"no step of 21 methods waits for the device, two runs end with the same bits, two ranks train": None},
         needs=("triton", "xdist"),
         group=5,

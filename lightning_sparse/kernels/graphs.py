@@ -1,11 +1,12 @@
 """Replays a function's kernels as a CUDA graph: the host launches the graph, not each kernel.
 
-    captures = Captures()
-    graphs = captures.of(0)
+    captures, double = Captures(), lambda: 2 * x
     with captures.allowed():
-        for _ in range(2):                 # the first run compiles kernels, and copies constants to the device
-            y = graphs.run(("double",), lambda: 2 * x, [x])
-    graphs.run(("double",), ..., [x]) is y # replays: the same tensor, with the present contents of x doubled
+        for _ in range(2):  # the first run compiles kernels, and copies constants to the device
+            captures.of(0).run(("double",), double, [x])
+    y = captures.of(0).run(("double",), double, [x])  # a replay
+
+A replay returns the same tensor y each time, with the present x doubled.
 
 The host takes longer to launch a kernel than the device takes for many of them.
 
