@@ -44,6 +44,19 @@ class StateSpec:
     resize: Literal["sum", "replicate", "drop"] = "sum"
 
 
+class Replayable:
+    """A part of a method whose kernels may be replayed as CUDA graphs."""
+
+    depends_on_step: bool = True
+    """Whether kernels depend on more than their tensors, the segment and the density, such as random numbers, the step,
+    or values that the host reads. If not, they are replayed. Subclasses do not inherit the value."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "depends_on_step" not in vars(cls):
+            cls.depends_on_step = True
+
+
 @dataclass(frozen=True)
 class Context:
     """One segment in one step.

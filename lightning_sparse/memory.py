@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Entries, Update, add_
-from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.context import Context, Replayable, StateSpec
 from lightning_sparse.kernels.block_stats import add_with_stats_
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.payout import add_with_payout_
@@ -17,7 +17,7 @@ from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.options import check
 
 
-class Memory(abc.ABC):
+class Memory(Replayable, abc.ABC):
     """One rank's memory of one segment. The segment's state holds all its data."""
 
     state: tuple[StateSpec, ...] = ()
@@ -25,10 +25,6 @@ class Memory(abc.ABC):
 
     error_feedback: bool = True
     """Whether it keeps rounding errors. Computing them costs one pass over the data."""
-
-    depends_on_step: bool = True
-    """Whether `compensate` or `update` depends on more than its tensors, as on `ctx.step` or on values that the host
-    reads. If not, kernels are replayed as CUDA graphs. Subclasses inherit the value."""
 
     @abc.abstractmethod
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
@@ -43,7 +39,7 @@ class Memory(abc.ABC):
             u, 1-D fp32 of the segment's length; it may be a buffer of the state.
         """
 
-    def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:  # noqa: B027
+    def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:
         """Update the state after the exchange.
 
         Args:
@@ -106,6 +102,8 @@ class DecayingResidual(Residual):
     """
 
     decay: float = 0.95
+
+    depends_on_step = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", check("decay", self.decay, "DecayingResidual"))

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from lightning_sparse import Reducer, method
+from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.kernels import graphs as module
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.graphs import MOST, Captures
 from lightning_sparse.kernels.launch import kept
-from lightning_sparse.memory import NoMemory
+from lightning_sparse.memory import DecayingResidual, NoMemory, Residual
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import DEVICE, Echo, needs_triton
@@ -233,6 +234,23 @@ def test_inputs_that_move_are_captured_a_few_times():
 def test_messages_that_are_large_beside_the_residual_are_not_kept():
     """Their copies and entries would stay on the device for all segments."""
     assert compare("topk", 3, density=0.05) == 1
+
+
+def test_a_subclass_says_anew_whether_it_depends_on_the_step():
+    """Else random numbers in a user's `choose` would be those of the step that was captured."""
+
+    class Drawn(TopK):
+        pass
+
+    class Mine(Residual):
+        pass
+
+    assert not TopK().depends_on_step
+    assert not Residual().depends_on_step
+    assert not DecayingResidual().depends_on_step
+    assert GaussianK(refine="paper").depends_on_step > GaussianK().depends_on_step
+    assert Drawn().depends_on_step
+    assert Mine().depends_on_step
 
 
 def test_copies_have_no_graphs():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.context import Context, StateSpec
+from lightning_sparse.context import Context, Replayable, StateSpec
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.write_back import add_entries_
 from lightning_sparse.layout import Segment
@@ -89,7 +89,7 @@ def drop_padding(entries: Entries, numel: int) -> Entries:
     return Entries(entries.indices[valid], entries.values[valid])
 
 
-class Compressor(abc.ABC):
+class Compressor(Replayable, abc.ABC):
     """Encodes and decodes one segment's `u` (1-D, fp32) on one rank."""
 
     state: tuple[StateSpec, ...] = ()
@@ -103,10 +103,6 @@ class Compressor(abc.ABC):
 
     by_parameter: bool = False
     """Whether each parameter is encoded by itself: joining two segments joins their payloads, part by part."""
-
-    depends_on_step: bool = True
-    """Whether payloads depend on more than u, the segment and the density, such as random numbers, a state, or values
-    that the host reads. If not, kernels are replayed as CUDA graphs. Subclasses inherit the value."""
 
     approximates: bool = True
     """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""
