@@ -188,7 +188,7 @@ def test_a_function_that_cannot_be_captured_runs_as_before(caplog):
     found = captures.of(0)
     with graphs([]), captures.allowed(), caplog.at_level("INFO"):
         for _ in range(4):
-            # The constant is new to the cache in each run, also in the one that captures.
+            # The constant is new to the cache in each run, captured or not.
             result = found.run(("add",), lambda: x + kept(object(), x, lambda: x.clone()), [x])
             assert torch.equal(result, x + 1)
     (record,) = caplog.records  # nothing is captured after that

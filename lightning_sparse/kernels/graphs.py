@@ -1,12 +1,13 @@
 """Replays a function's kernels as a CUDA graph: the host launches the graph, not each kernel.
 
-    captures, double = Captures(), lambda: 2 * x
+    graphs, double = captures.of(0), lambda: 2 * x
     with captures.allowed():
-        for _ in range(2):  # the first run compiles kernels, and copies constants to the device
-            captures.of(0).run(("double",), double, [x])
-    y = captures.of(0).run(("double",), double, [x])  # a replay
+        for _ in range(2):
+            graphs.run(("double",), double, [x])
+    y = graphs.run(("double",), double, [x])
 
-A replay returns the same tensor y each time, with the present x doubled.
+The first run compiles kernels, and copies constants to the device. The second one is captured. A replay returns the
+same tensor y each time, with the present x doubled.
 
 The host takes longer to launch a kernel than the device takes for many of them.
 

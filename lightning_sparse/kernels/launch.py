@@ -109,7 +109,7 @@ _kept = Cache()
 
 
 class _Capture(threading.local):
-    """What this thread captures as a CUDA graph.
+    """The capture of a CUDA graph by this thread.
 
     Attributes:
         stream: the stream whose constants the graph reads; None if nothing is captured.
@@ -125,7 +125,7 @@ _capture = _Capture()
 
 @contextlib.contextmanager
 def constants_of(stream: torch.cuda.Stream) -> Iterator[list[Tensor]]:
-    """Let `kept` return constants that the given stream has, and no others. Yields the list of those it returns."""
+    """Let `kept` return constants that the given stream has, and no others. Yields the list of returned constants."""
     _capture.stream, _capture.constants = stream.cuda_stream, []
     try:
         yield _capture.constants

@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recorded_graphs(replayed):
-    """Note each replayed function. On the CPU, record and repeat what is captured.
+    """Note each replayed function. On the CPU, record and repeat captured functions.
 
     A capture runs no kernel: afterwards, its inputs have their contents from before.
     """
