@@ -602,8 +602,8 @@ def auto_worst() -> str:
     lines = []
     for column, other in (("min_to_best", "the fastest candidate"), ("min_to_ddp", "`ddp`")):
         worst = ours.loc[ours[column].idxmax()]
-        where = f"{auto_link(*worst[AUTO_CASE])}, {worst.million:g} million parameters, {worst.workers} workers"
-        lines.append(f"- The step time of `auto_ddp` was at most {worst[column]:.2f} of that of {other} ({where}).\n")
+        case = f"{auto_link(*worst[AUTO_CASE])}, {worst.million:g} million parameters, {worst.workers} workers"
+        lines.append(f"- The step time of `auto_ddp` was at most {worst[column]:.2f} of that of {other} ({case}).\n")
     return "".join(lines)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import BlockStats
-from lightning_sparse.kernels.graphs import Graphs
+from lightning_sparse.kernels.graphs import NO_GRAPHS, Graphs
 from lightning_sparse.kernels.payout import Payout
 from lightning_sparse.layout import Segment
 
@@ -85,7 +85,7 @@ class Context:
     rank: int = 0
     stats: BlockStats | None = None
     payout: Payout | None = None
-    graphs: Graphs = field(default_factory=Graphs)
+    graphs: Graphs = NO_GRAPHS
 
     @staticmethod
     def of(numel: int, **fields: Any) -> Context:

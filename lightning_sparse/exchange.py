@@ -35,7 +35,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.framing import INTACT, intact, partial_sums, seal, unframe, weighted_sum, words_on_host
 from lightning_sparse.kernels.checks import note_broken, worst_status
 from lightning_sparse.kernels.dispatch import backend_of
-from lightning_sparse.kernels.graphs import Graphs
+from lightning_sparse.kernels.graphs import NO_GRAPHS, Graphs
 from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.messages import HEADER_BYTES, Parts
 
@@ -121,7 +121,7 @@ class Exchange:
     @property
     def _graphs(self) -> Graphs:
         """CUDA graphs of the kernels; none for an exchange among some of the ranks."""
-        return Graphs() if self._parent else self.ctx.graphs
+        return NO_GRAPHS if self._parent else self.ctx.graphs
 
     @property
     def _root(self) -> Exchange:
@@ -165,10 +165,9 @@ class Exchange:
                 self._note_broken(u, None, floats, ctx)
             return payload, update, payload.messages if isinstance(payload, Parts) else None, self._root.worst
 
-        if ctx is not self.ctx:
-            return run()[:2]
+        graphs = self._graphs if region is None else NO_GRAPHS
         name = "compress", compressor
-        payload, update, messages, self._root.worst = self._graphs.run(name, run, [u, worst])
+        payload, update, messages, self._root.worst = graphs.run(name, run, [u, worst])
         if isinstance(payload, Parts):
             payload.messages = messages  # a replay has written a new message, which is not sealed yet
         return payload, update
@@ -213,7 +212,7 @@ class Exchange:
         """Return `decode` of the payloads of all ranks, which are rows. Call it once in an exchange."""
         messages, graphs = self.comm.all_gather_rows(self._frame(payload)), self._graphs
         if messages.nbytes * MESSAGES > 4 * self.ctx.segment.numel:
-            graphs = Graphs()  # copies and entries of many ranks would take too much memory
+            graphs = NO_GRAPHS  # copies and entries of many ranks would take too much memory
         messages, worst = graphs.fixed("messages", messages), self._root.worst
 
         def run() -> tuple[T, tuple[Tensor, Tensor] | None]:

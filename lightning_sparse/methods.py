@@ -31,7 +31,7 @@ from lightning_sparse.contrib.methods import CONTRIB
 from lightning_sparse.memory import DecayingResidual, Memory, NoMemory, Residual
 from lightning_sparse.method_spec import MethodSpec, Traits
 from lightning_sparse.options import ReducerOptions, listed, suggestion
-from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.update_rule import DEFAULT_RULE, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,19 @@ class Method:
         return getattr(self.compressor, "density", None)
 
     @property
+    def rule(self) -> UpdateRule:
+        """The rule for exchanged updates: `update_rule`, or the default."""
+        return self.update_rule or DEFAULT_RULE
+
+    @property
     def local_steps(self) -> int:
         """H, the number of optimizer steps between exchanges; 1 unless the update rule sets another number."""
-        return 1 if self.update_rule is None else self.update_rule.local_steps
+        return self.rule.local_steps
 
     @property
     def delayed(self) -> bool:
         """Whether the exchange of updates overlaps with the next step."""
-        return self.update_rule is not None and self.update_rule.delayed
+        return self.rule.delayed
 
     @property
     def compresses(self) -> bool:

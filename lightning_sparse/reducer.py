@@ -28,7 +28,7 @@ from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.gradient_table import Placed
-from lightning_sparse.kernels.graphs import Captures, Graphs
+from lightning_sparse.kernels.graphs import NO_GRAPHS, Captures, Graphs
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Granularity, Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
@@ -309,7 +309,7 @@ class Reducer:
         changes = compressor.depends_on_step or self.method.memory.depends_on_step
         # An observer may keep tensors, which a replay would overwrite. Densities of a warm-up are soon over.
         if changes or self.observers or density != self.method.density:
-            return Graphs()
+            return NO_GRAPHS
         return self.captures.of(segment.index)
 
     def compress(self, pending: PendingExchange) -> Update:

@@ -237,7 +237,7 @@ def test_messages_that_are_large_beside_the_residual_are_not_kept():
 
 
 def test_a_subclass_says_anew_whether_it_depends_on_the_step():
-    """Else random numbers in a user's `choose` would be those of the step that was captured."""
+    """Else random numbers in a user's `choose` would repeat the captured step."""
 
     class Drawn(TopK):
         pass

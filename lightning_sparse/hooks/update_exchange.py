@@ -43,7 +43,7 @@ from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
 from lightning_sparse.shards import check_group, is_any_sharded, local, locals_of, reshard
-from lightning_sparse.update_rule import DEFAULT_RULE, UpdateRule
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
 
@@ -125,7 +125,7 @@ class UpdateExchanger(Exchanger):
     ) -> None:
         with report_errors_to_peers():
             is_default_rule = method.update_rule is None
-            method = replace(method, update_rule=(method.update_rule or DEFAULT_RULE).changed(local_steps, overlap))
+            method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
         self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [0] * len(optimizers)
         self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
@@ -189,7 +189,7 @@ class UpdateExchanger(Exchanger):
 
     @property
     def _rule(self) -> UpdateRule:
-        return self.reducer.method.update_rule or DEFAULT_RULE
+        return self.reducer.method.rule
 
     @property
     def in_step(self) -> bool:

@@ -81,7 +81,7 @@ class Captures:
         finally:
             self.are_allowed = False
 
-    def try_(self, name: Hashable, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Captured | None:
+    def attempt(self, name: Hashable, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Captured | None:
         """Return a function that is captured; None if it cannot be captured. Then nothing is captured any more."""
         try:
             if self.pool is None:
@@ -127,7 +127,7 @@ class Graphs:
         self.stats: BlockStats | None = None
         self._captured: dict[tuple[Hashable, ...], Captured] = {}
         self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
-        self._captures_of: Counter[tuple[Hashable, ...]] = Counter()
+        self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of captures
         self._fixed: dict[str, Tensor] = {}
         self._table: Tensor | None = None
         self._placed: list[int] = []  # element size and addresses in the table
@@ -158,17 +158,17 @@ class Graphs:
         if known is not None and known.addresses == addresses:
             known.replay()
             return known.result  # type: ignore[no-any-return]
-        if not self._may_capture or not can_capture(inputs[0]) or self._captures_of[name] == MOST:
+        if not self._may_capture or not can_capture(inputs[0]) or self._counts[name] == MOST:
             return function()
         before, self._seen[name] = self._seen.get(name), addresses
         if before != addresses:
             return function()
         assert self._captures is not None
-        known = self._captures.try_(name, function, inputs)
+        known = self._captures.attempt(name, function, inputs)
         if known is None:
             return function()
         self._captured[name] = known
-        self._captures_of[name] += 1
+        self._counts[name] += 1
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
@@ -190,6 +190,10 @@ class Graphs:
             self._table.copy_(gradient_table(grads, bounds))
         self._placed = places
         return Placed(grads, self._table)
+
+
+NO_GRAPHS = Graphs()
+"""Captures nothing, and calls all functions."""
 
 
 def can_capture(x: Tensor) -> bool:

@@ -31,7 +31,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import like, local, locals_of
-from lightning_sparse.update_rule import DEFAULT_RULE, UpdateRule
+from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
@@ -86,7 +86,7 @@ class DeltaExchange:
 
     @property
     def _rule(self) -> UpdateRule:
-        return self._reducer.method.update_rule or DEFAULT_RULE
+        return self._reducer.method.rule
 
     @property
     def stream(self) -> torch.cuda.Stream | None:

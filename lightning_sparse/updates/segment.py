@@ -31,7 +31,7 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.momentum import SegmentMoments, last_step_references, moments_of
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import local, locals_of
-from lightning_sparse.update_rule import DEFAULT_RULE, UpdateRule
+from lightning_sparse.update_rule import UpdateRule
 
 
 class _Step(NamedTuple):
@@ -105,7 +105,7 @@ class UpdateSegment:
 
     @property
     def _rule(self) -> UpdateRule:
-        return self._reducer.method.update_rule or DEFAULT_RULE
+        return self._reducer.method.rule
 
     @property
     def _residual(self) -> Tensor | None:
