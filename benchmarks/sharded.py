@@ -39,11 +39,12 @@ SHAPES = {  # replicas, and ranks that shard each of them
     "dense HSDP": (2, 2),
     "TopUp between replicas": (2, 2),
     "TopUp between replicas of one rank": (4, 1),
+    "TopUp, one replica": (1, 4),  # sends nothing, but compresses its updates
     "TopUp, two ranks with whole models": (2, 0),
     "TopUp, four ranks with whole models": (4, 0),
     "TopUp, hierarchical": (4, 0),  # two nodes of two ranks, which average their updates densely
 }
-CURVES = list(SHAPES)[:4]
+CURVES = list(SHAPES)[:5]
 TIMED = ["dense HSDP", "TopUp between replicas", "TopUp, four ranks with whole models", "TopUp, hierarchical"]
 
 

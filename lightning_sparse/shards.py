@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 AFTER_SHARDING = " Create the optimizer after fully_shard, which replaces the parameters."
 """The end of errors about an optimizer whose parameters a sharded model does not have."""
@@ -143,6 +144,15 @@ def unsharded(model: nn.Module, ranks: Collection[int]) -> str:
         if param.requires_grad and not {*ranks} <= {*mesh}:
             return name
     return ""
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> set[dist.ProcessGroup]:
+    """Return the process groups over which parameters of optimizers are sharded.
+
+    FSDP2 replaces parameters of a model by gathered ones for a while, but not those of an optimizer.
+    """
+    params: list[Any] = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    return {group for mesh in {x.device_mesh for x in params if is_sharded(x)} for group in mesh.get_all_groups()}
 
 
 def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -232,6 +232,19 @@ def test_the_process_group_says_its_backend_its_timeout_and_its_store():
     assert run_ranks(2, process_group, timeout=17) == [("gloo", timedelta(seconds=17), b"from rank 0")] * 2
 
 
+def with_another_timeout(rank: int) -> tuple[timedelta, timedelta]:
+    group = dist.new_group([0])
+    before = _compat.group_timeout(group, CPU)
+    _compat.set_group_timeout(group, timedelta(seconds=23))
+    return before, _compat.group_timeout(group, CPU)
+
+
+def test_a_new_group_has_its_own_timeout():
+    ((before, after),) = run_ranks(1, with_another_timeout, timeout=17)
+    assert before != timedelta(seconds=17)
+    assert after == timedelta(seconds=23)
+
+
 def answered_while_waiting(rank: int) -> bool:
     if rank == 1:
         dist.barrier()

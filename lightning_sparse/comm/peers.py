@@ -105,7 +105,7 @@ class Peers:
             self.raise_if_failed(calls or 0)
             if self._store.check([self._terminating]):
                 return str(self._store.get(self._terminating).decode())
-            silent, absent = self._poll_peers()
+            silent, running = self._poll_peers()
         except RankFailure as failure:
             return str(failure)
         except dist.DistError:
@@ -118,12 +118,18 @@ class Peers:
                 f"pass. Look at the end of the output there."
             )
         if calls is None:
-            return ""
+            if reported := self.reported():  # meanwhile
+                return reported
+            absent = running if len(running) < len(self.ranks) - 1 else []
+        else:  # ranks of other parts may be busy elsewhere
+            absent = [rank for rank in running if rank in self.part] or running
         if absent:
             return (
                 f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout; "
                 f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
+        if calls is None:
+            return ""
         return (
             "All ranks have this error: look for an interruption of the network, or for ranks that wait for each other "
             "in different places, such as one that resumes and one that does not."
@@ -142,20 +148,20 @@ class Peers:
             return
 
     def _poll_peers(self) -> tuple[list[int], list[int]]:
-        """Poll all ranks. Return the silent ranks, and the ranks that respond but are not in this part's collective."""
+        """Poll all ranks. Return the silent ranks, and the ranks that respond but have not failed in a collective."""
         keys = [f"{self._request}/{rank}" for rank in range(len(self.ranks))]
         self._store.set(self._request, "")
         self._store.set(keys[self.rank], "failed")
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            silent, absent = [], []
+            silent, running = [], []
             for rank, key in zip(self.ranks, keys, strict=True):
                 if not self._store.check([key]):
                     silent.append(rank)
-                elif rank in self.part and self._store.get(key) != b"failed":
-                    absent.append(rank)
-            if not silent + absent or time.monotonic() > deadline:
-                return silent, absent
+                elif self._store.get(key) != b"failed":
+                    running.append(rank)
+            if not silent + running or time.monotonic() > deadline:
+                return silent, running
             time.sleep(0.02)
 
     def _put(self, key: str, text: str) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -142,6 +142,7 @@ class Session:
         timeout: time to wait for other ranks; None takes the group's.
         group_of: returns numbers of parameters by name; see `Layout.of`.
         settings: returns further settings that must be equal within a part, see `Handshake.agree`.
+        groups: returns the process groups of the model's own collectives, which a failure aborts over NCCL.
         exchanged: the quantity that the reducer gets, see `Reducer`.
 
     Attributes:
@@ -168,10 +169,11 @@ class Session:
         timeout: timedelta | None = None,
         group_of: Callable[[], Mapping[str, int]] = dict,
         settings: Callable[[], Mapping[str, Any]] = dict,
+        groups: Callable[[], Iterable[dist.ProcessGroup]] = tuple,
         exchanged: Exchanged = "gradient",
     ) -> None:
         self._pid = os.getpid()
-        self.device = device
+        self.device, self._groups = device, groups
         self._closed = self._freed = False
         self._explained: int | None = None  # id of an error
         self.error: BaseException | None = None
@@ -416,8 +418,9 @@ class Session:
         """Abort collectives that wait on the device for missing ranks; those of NCCL would wait for the timeout."""
         if not self._freed and self.over_nccl:
             self._freed = True
-            with contextlib.suppress(Exception):
-                self.comm.group.abort()
+            for group in (self.comm.group, *self._groups()):
+                with contextlib.suppress(Exception):
+                    group.abort()
 
 
 def check_device(group: dist.ProcessGroup, device: torch.device) -> None:

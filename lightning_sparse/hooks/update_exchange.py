@@ -42,7 +42,7 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
-from lightning_sparse.shards import check_group, is_any_sharded, local, locals_of, reshard
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
@@ -155,6 +155,7 @@ class UpdateExchanger(Exchanger):
             timeout=timeout,
             group_of=lambda: exchanged_parameters(model, optimizers)[2],
             settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
+            groups=lambda: groups_of(optimizers),
             exchanged="update",
         )
         self._rates = Rates(session.comm, optimizers, session.device)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import use_device_mesh
+from lightning_sparse._compat import set_group_timeout, use_device_mesh
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks import UpdateExchanger, agree, report_errors_to_peers
@@ -164,7 +164,10 @@ class HSDPOptions:
         # Ranks with other meshes would wait for each other in the making of their groups.
         agree({"mesh": f"{shape[0]} replicas of {shape[1]} × {shape[2]} ranks"}, self.root_device, self._timeout)
         names = "replicate", "data_parallel", "tensor_parallel"
-        use_device_mesh(self, init_device_mesh(self.root_device.type, shape, mesh_dim_names=names))
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            set_group_timeout(group, self._timeout)  # the default of a mesh is 30 minutes over gloo
+        use_device_mesh(self, mesh)
 
     def _mesh_shape(self) -> tuple[int, int, int]:
         """Return the numbers of replicas, of shards and of tensor-parallel ranks.

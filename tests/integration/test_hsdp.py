@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -296,12 +297,25 @@ def test_a_replica_with_a_nan_skips_its_step():
 
 
 def beside_another(rank: int, event: str) -> tuple[str, float]:
-    """Train while rank 3 has another seed, or is killed in a step; return the error, and the seconds until it."""
+    """Train while rank 3 has another seed, or an event in its third step; return the error, and the seconds until it.
+
+    The process of rank 3 stays for 20 s if it hangs or fails. Then no connection ends.
+    """
     module, started = Module(), time.monotonic()
-    if (rank, event) == (3, "killed"):
-        module.hooks = {2: lambda loss: os.kill(os.getpid(), signal.SIGKILL)}
+    events = {
+        "killed": lambda loss: os.kill(os.getpid(), signal.SIGKILL),
+        "hangs": lambda loss: time.sleep(20),
+        "fails": lambda loss: exec("raise ValueError('an error of the loop')"),
+    }
+    if rank == 3 and event in events:
+        module.hooks = {2: events[event]}
     seed = int((rank, event) == (3, "another seed"))
-    return attempt(lambda: fitted(hsdp("topk", density=0.2, seed=seed), module)), time.monotonic() - started
+    options = {"timeout": timedelta(seconds=9)} if event in ("hangs", "fails") else {}
+    error = attempt(lambda: fitted(hsdp("topk", density=0.2, seed=seed, **options), module))
+    seconds = time.monotonic() - started
+    if (rank, event) == (3, "fails"):
+        time.sleep(20)
+    return error, seconds
 
 
 @full
@@ -323,6 +337,25 @@ def test_all_ranks_end_with_the_cause_if_one_is_killed():
     assert killed is None
     for error, seconds in others:
         assert "No answer from rank 3" in error, error
+        assert seconds < SOON
+
+
+@full
+@pytest.mark.reliability(
+    "topk_hsdp: one rank hangs, or fails and its process stays",
+    checked="cause on the ranks of both replicas after the timeout, although FSDP2 waits for the rank",
+    methods=["topk"],
+)
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        ("hangs", "Still running, but not taking part: rank 3"),
+        ("fails", "Rank 3 failed at step 2: ValueError: an error of the loop"),
+    ],
+)
+def test_the_timeout_holds_in_a_collective_of_fsdp2(event, cause):
+    for error, seconds in lightning_ranks(4, beside_another, event)[:3]:
+        assert cause in error, error
         assert seconds < SOON
 
 

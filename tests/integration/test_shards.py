@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_pending, method
 from lightning_sparse.compressors import TopK
+from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.shards import local
 from lightning_sparse.update_rule import UpdateRule
 from tests.integration.failing import SOON, end_like_a_script, note
@@ -589,6 +591,32 @@ def test_a_model_is_attached_anew_and_leaves_nothing_open():
         groups, _ = before
         assert before == after == (groups, [])
         assert first == second == ((groups + 1, ["lightning_sparse"]), True)
+
+
+def aborts(rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Attach with NCCL imitated, and free the device while a forward pass has gathered the weights.
+
+    Returns:
+        The ranks of the groups that are aborted, and the ranks of the groups that should be.
+    """
+    mesh, aborted = mesh_of(), []
+    model = shard(net(), mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    groups = [mesh[name].get_group() for name in ("replicate", "shard")]
+    exchange = UpdateExchanger(model, [optimizer], method("topk", density=0.25), group=groups[0])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "over_nccl", property(lambda self: True))
+        patched.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(dist.get_process_group_ranks(group)))
+        model(torch.ones(1, 8))
+        exchange._session.free_device()
+        exchange._session.free_device()
+    return sorted(aborted), sorted(dist.get_process_group_ranks(group) for group in groups)
+
+
+@full
+def test_a_failure_aborts_also_the_groups_of_fsdp2():
+    for aborted, expected in run_ranks(4, aborts):
+        assert aborted == expected
 
 
 def failing(rank: int, event: str, folder: Path) -> None:
