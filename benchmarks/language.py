@@ -38,12 +38,17 @@ from lightning_sparse import ProcessGroupComm
 SPARSE = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
 LOCAL = {"local_sgd": 50, "diloco": 50, "sparseloco": 25}
 EQUAL = "local_sgd, every 75"  # with two workers it sends the same bytes as topk updates; with four, every 50 does
+INTERVALS = {f"{name}, every {steps}": steps for name in ("sparseloco", "diloco") for steps in (10, 50, 100, 200)}
 DELAYED = "topk updates, delayed"
 DEFAULT, GAUSSIANK = "topk by default", "gaussiank by default"  # the strategies with default options
+THINNER = "topk by default, thinner"  # at the density of its part
 IN_EACH_STEP = [DEFAULT, GAUSSIANK, "topk updates", DELAYED, "gaussiank updates", "two_pass updates"]
-UPDATES = dict.fromkeys(IN_EACH_STEP, 1) | LOCAL | {EQUAL: 75}
+UPDATES = dict.fromkeys(IN_EACH_STEP, 1) | LOCAL | {EQUAL: 75, THINNER: 1} | INTERVALS
 """Steps between exchanges, by method that exchanges updates. Weights are equal when they are evaluated."""
-METHODS = {"adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *UPDATES], "sgd": ["ddp", "topk", "gaussiank"]}
+METHODS = {
+    "adamw": ["ddp", "bf16", "powersgd", "int4", *SPARSE, *IN_EACH_STEP, *LOCAL, EQUAL],
+    "sgd": ["ddp", "topk", "gaussiank"],
+}
 DRAWN = {
     "adamw": ["ddp", "bf16", "powersgd", "topk", DEFAULT, "local_sgd", "sparseloco"],
     "sgd": ["ddp", "topk", "gaussiank"],
@@ -74,6 +79,8 @@ PARTS = {
     "four": Part(1000, 50, workers=4, density=0.0075),  # one rank's entries are a larger share of dense bytes
     "eight": Part(1000, 50, workers=8, density=0.0075),
     "thin": Part(1000, 50, density=0.001),  # for comparison with one worker alone
+    "thinner": Part(1000, 50, density=0.0003),
+    "interval": Part(1000, 200),  # weights are equal at these steps
     "alone": Part(1000, 50, workers=1),
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
     "equal": Part(1000, 75, until=975),  # the last step after which weights are equal
@@ -99,7 +106,11 @@ TRIED = [
     ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
     ("eight", "adamw", ["two_pass updates"], [0.004]),
-    ("thin", "adamw", ["topk updates"], [0.002]),
+    ("thin", "adamw", ["topk updates", THINNER], [0.002]),
+    ("thinner", "adamw", [THINNER], [0.002]),
+    ("final", "adamw", ["sparseloco"], [0.01]),
+    ("interval", "adamw", [f"sparseloco, every {steps}" for steps in (10, 50, 100, 200)], [0.002, 0.005, 0.01]),
+    ("interval", "adamw", ["diloco, every 10", "diloco, every 200"], GRID[:2]),
     ("final", "adamw", [DEFAULT, GAUSSIANK], [0.002]),
     ("four", "adamw", [DEFAULT], [0.004]),
     ("eight", "adamw", [DEFAULT], [0.004]),
@@ -150,7 +161,7 @@ def trainee(run: Run, data: Data, most: int = 1000) -> Trainee:
     model = GPT(LENGTH, part.width)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr=run.lr)
     options = Options(part.density, every=min(UPDATES.get(run.method, 1), most))
-    wrapped = CONTESTANTS[run.method].wrap(model, options, optimizer)
+    wrapped = CONTESTANTS[run.method.split(", every")[0]].wrap(model, options, optimizer)
     schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": part.steps}
     return Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule)
 

@@ -473,7 +473,7 @@ def with_accelerate(rank: int, seed: int, ours: bool) -> dict[str, Any]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if ours:
         model = accelerator.prepare_model(model, evaluation_mode=True)  # evaluation_mode: no DistributedDataParallel
-        attach_updates(model, optimizer, "topk", density=0.01)
+        attach_updates(model, optimizer, "topk")
         optimizer = accelerator.prepare(optimizer)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -501,7 +501,7 @@ def with_transformers(rank: int, seed: int, ours: bool) -> dict[str, Any]:
 
     class Attach(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
-            self.reducer = attach_updates(model, optimizer.optimizer, "topk", density=0.01)
+            self.reducer = attach_updates(model, optimizer.optimizer, "topk")
 
     losses: list[float] = []
 

@@ -32,6 +32,7 @@ from lightning_sparse.compressors.encoding import ValueFormat
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.layout import Granularity
+from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
@@ -170,6 +171,13 @@ def _by_default(name: str, model: nn.Module, _: Options, optimizer: Optimizer) -
     return Wrapped(model, reducer=attach_updates(model, optimizer, name))
 
 
+def _thinner(model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
+    """Exchange updates as by default, but at a given density."""
+    warmup = {"density_warmup": [factor * options.density for factor in WARMUP_FACTORS]}
+    chosen: dict[str, Any] = {"density": options.density, "value_format": "int2", **warmup}
+    return Wrapped(model, reducer=attach_updates(model, optimizer, "topk", density_warmup_steps=WARMUP_STEPS, **chosen))
+
+
 def _within_backward(value_format: ValueFormat, model: nn.Module, options: Options, optimizer: Optimizer) -> Wrapped:
     chosen = method("topk", density=options.density, value_format=value_format)
     reducer = Reducer(chosen, ProcessGroupComm(), exchanged="update")
@@ -246,6 +254,7 @@ CONTESTANTS = {
         f"{name} by default": Contestant(functools.partial(_by_default, name), sparse=True, updates=True)
         for name in ("topk", "gaussiank")
     },
+    "topk by default, thinner": Contestant(_thinner, sparse=True, updates=True),
     "topk updates, delayed": _ours("topk", updates=True, overlap="next_step"),
     "topk updates within backward": Contestant(
         functools.partial(_within_backward, "float32"), check_steps=2, sparse=True, updates=True
@@ -258,7 +267,6 @@ CONTESTANTS = {
     ),
     "two_pass updates": _ours("topk", updates=True, aggregator=TwoPass(second=3)),
     **{name: _ours(name, sparse=False, updates=True) for name in ("local_sgd", "diloco", "sparseloco")},
-    "local_sgd, every 75": _ours("local_sgd", sparse=False, updates=True),
 }
 
 
