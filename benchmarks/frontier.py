@@ -25,7 +25,7 @@ from benchmarks.harness import plots, results
 from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import in_turns, spread
-from benchmarks.harness.training import Data, Trainee, attach_thread, text, train_threads
+from benchmarks.harness.training import Data, Trainee, attach_thread, factor, text, train_threads
 from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
 from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
 from examples.models.gpt import GPT
@@ -127,6 +127,18 @@ class Slices(TopK):
         return None
 
 
+@dataclass(frozen=True)
+class Shrinking(Residual):
+    """Error feedback whose residual shrinks with the learning rate, as if it contained gradients."""
+
+    depends_on_step = True
+
+    def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
+        if ctx.step and (ratio := factor(ctx.step, STEPS) / factor(ctx.step - 1, STEPS)) < 1:
+            ctx.state["residual"].mul_(ratio)
+        return super().compensate(grads, ctx)
+
+
 WARMED = tuple(WARMUP_FACTORS), WARMUP_STEPS
 """The default density warm-up: factors on the density, and number of exchanges for each."""
 
@@ -138,7 +150,7 @@ class Idea(NamedTuple):
     value_format: str = "int2"
     warmup: tuple[tuple[float, ...], int] = ((), 1)  # factors on the density, and number of exchanges for each
     variant: Variant = Variant()  # variant of `benchmarks.updates`: its rule, aggregator and √P
-    decay: float = 1.0  # factor on the residual in each step
+    memory: Residual = Residual()
     flush: int = 0  # number of steps after which all entries are sent; 0: never
     bf16: bool = False  # weights and optimizer states are bf16
     sgd: bool = False  # exchange gradients of SGD with momentum instead of AdamW's updates
@@ -169,8 +181,9 @@ IDEAS: dict[str, Idea | None] = {
     "groups of 4, 2-bit values": Idea(Neighbours),
     "slices in turn, 4-bit values": Idea(Slices, "int4"),
     "chosen by |u| · v^¼, 2-bit values": None,
-    "residual decays by 0.99, 1-bit values": Idea(OneBit, decay=0.99),
-    "residual decays by 0.999, 1-bit values": Idea(OneBit, decay=0.999),
+    "residual decays by 0.99, 1-bit values": Idea(OneBit, memory=DecayingResidual(0.99)),
+    "residual decays by 0.999, 1-bit values": Idea(OneBit, memory=DecayingResidual(0.999)),
+    "residual shrinks with the rate, 2-bit values, warm-up": Idea(warmup=WARMED, memory=Shrinking()),
     "all sent every 100 steps, 1-bit values": Idea(OneBit, flush=100),
 }
 """None was measured with an earlier version, in which the default payout followed from formulas, one per optimizer."""
@@ -220,6 +233,16 @@ TRIED = [
         (16, 300, 0.002, [0], update_density(16), ["2-bit values, warm-up"]),
         (8, 300, 0.002, [0], 0.003, ["2-bit values, warm-up", "2-bit values, warm-up, √P"]),
         (
+            2,
+            1000,
+            0.002,
+            [0],
+            0.001,
+            ["2-bit values, warm-up", "residual shrinks with the rate, 2-bit values, warm-up"],
+        ),
+        (8, 300, 0.002, [0], 0.00165, ["2-bit values, warm-up, √P"]),
+        (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up, √P"]),
+        (
             8,
             300,
             0.002,
@@ -262,9 +285,8 @@ def train(run: Run, data: Data) -> list[Row]:
     if idea is None:
         raise SystemExit(f"{run.variant!r} was measured with an earlier version: the package has one payout now.")
     (factors, each), variant = idea.warmup, idea.variant
-    memory = Residual() if idea.decay == 1 else DecayingResidual(idea.decay)
     compressor = idea.compressor(run.density, value_format=idea.value_format)  # type: ignore[arg-type]
-    made = Method(compressor, memory, variant.aggregator or Mean(), None if idea.sgd else variant.rule)
+    made = Method(compressor, idea.memory, variant.aggregator or Mean(), None if idea.sgd else variant.rule)
     trial = functools.partial(Trial, variant=variant, factors=[])
     kind = type("Flushing", (Flushing,), {"flush": idea.flush})
     warmup = (

@@ -37,7 +37,17 @@ from benchmarks import updates as variants  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
 from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
-from benchmarks.language import AT_SITES, DELAYED, EARLY, EQUAL, FAR, PARTS, REPEATED  # noqa: E402
+from benchmarks.language import (  # noqa: E402
+    AT_SITES,
+    DELAYED,
+    EARLY,
+    EQUAL,
+    FAR,
+    GAUSSIANK,
+    LOCAL,
+    PARTS,
+    REPEATED,
+)
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
@@ -539,6 +549,27 @@ def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
             )
     heads = ["workers", "", "seeds", "% of dense bytes", "loss after 1,000 steps", "against `ddp`", "steps to 2.6"]
     return table(heads, rows)
+
+
+def fewer_bytes() -> str:
+    """TopUp, SparseLoCo and DiLoCo with two workers by bytes, each at the best of its rates; one seed."""
+    trained = read("language").query("optimizer == 'adamw' and workers == 2 and seed == 0 and step == 1000")
+    dense = trained.query("part == 'final' and method == 'ddp'").sort_values("val_loss").iloc[0]
+    found = trained[trained.method.str.contains("by default|loco") & (trained.method != GAUSSIANK)]
+    rows = []
+    for _, runs in found.groupby(["method", "density"]):
+        best = runs.loc[runs.val_loss.idxmin()]
+        name, _, interval = best.method.partition(", every ")
+        if name in LOCAL:
+            name = f"{name}, every {interval or LOCAL[name]} steps"
+        else:
+            name = f"topk, density {best.density:g}"
+        share = 100 * best.sent_bytes_per_worker / dense.sent_bytes_per_worker
+        rates = ", ".join(f"{rate:g}" for rate in sorted(runs.lr))
+        above = f"{100 * (best.val_loss / dense.val_loss - 1):+.1f} %"
+        rows.append((share, [name, digits(share, 2), f"{best.lr:g} of {rates}", f"{best.val_loss:.3f}", above]))
+    heads = ["", "% of dense bytes", "rate", "loss after 1,000 steps", "against `ddp`"]
+    return table(heads, [row for _, row in sorted(rows, reverse=True)])
 
 
 def frontier() -> str:
@@ -1263,6 +1294,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "front": partial(defaults, ("ddp", "topk by default")),
     "front-seconds": front_seconds,
+    "fewer-bytes": fewer_bytes,
     "frontier": frontier,
     "auto": auto,
     "auto-worst": auto_worst,
