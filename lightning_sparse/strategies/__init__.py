@@ -16,6 +16,7 @@ from lightning_sparse._lightning import CHOSEN, FABRIC, INSTALLED
 if TYPE_CHECKING:
     from lightning_sparse.strategies.pytorch_lightning import (
         AutoDDPStrategy,
+        AutoHSDPStrategy,
         FabricSparseDDPStrategy,
         FabricSparseHSDPStrategy,
         SparseDDPStrategy,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoDDPStrategy",
+    "AutoHSDPStrategy",
     "FabricSparseDDPStrategy",
     "FabricSparseHSDPStrategy",
     "SparseDDPStrategy",
@@ -40,5 +42,6 @@ if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
     AutoDDPStrategy = _modules[CHOSEN].AutoDDPStrategy
     SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
+    AutoHSDPStrategy = _modules[CHOSEN].AutoHSDPStrategy
     FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy
     FabricSparseHSDPStrategy = _modules[CHOSEN].FabricSparseHSDPStrategy
