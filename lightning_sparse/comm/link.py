@@ -20,8 +20,8 @@ def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None)
     Args:
         comm: connection to the other ranks.
         device: device of the messages.
-        everyone: connection to the ranks of all groups such as that of `comm`, which share the link and measure it at
-            the same time; None: there are no other groups.
+        everyone: connection to the ranks of all groups that measure at the same time, because they share the link.
+            None: there is one group.
 
     Returns:
         The bandwidth in bytes per second in each direction, and the seconds of a message without its bytes. Equal on

@@ -35,7 +35,9 @@ __all__ = [
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{_name}.strategies").DDPStrategy.register(_module.SparseDDPStrategy)
+    import_module(f"{_name}.strategies").DDPStrategy.register(_module.AutoDDPStrategy)
     import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.SparseHSDPStrategy)
+    import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.AutoHSDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").ModelParallelStrategy.register(_module.FabricSparseHSDPStrategy)
 if not TYPE_CHECKING:

@@ -116,8 +116,6 @@ class AutoStrategy:
     """The name of the dense average of gradients among the candidates."""
     _chosen: ClassVar[Sequence[str]] = (*CHOSEN, *FIXED)
     """Options that are a part of the choice."""
-    _group: Any
-    """The process group of the ranks that exchange with this one; None is all ranks."""
 
     if TYPE_CHECKING:
         _options: Any
@@ -153,7 +151,7 @@ class AutoStrategy:
         """The name of the exchange that trains: that of the dense average of gradients, or that of a method."""
         return self._auto.tuner.current
 
-    # What each kind of strategy adds:
+    # Each kind of strategy adds these, and `_group`: the process group of the ranks that exchange, or None for all ranks.
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         """Return the options of each candidate besides `_stock` by name; None for another dense average.
