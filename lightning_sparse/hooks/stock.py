@@ -32,8 +32,7 @@ class StockExchanger(Exchanger):
         **session: further arguments of the `Session`.
     """
 
-    is_consistent = True
-    note = ""
+    is_consistent, note = True, ""
 
     def __init__(
         self, params: Mapping[str, Tensor], options: ReducerOptions, note: str, share: float = 1.0, **session: Any

@@ -151,7 +151,7 @@ class AutoStrategy:
         """The name of the exchange that trains: that of the dense average of gradients, or that of a method."""
         return self._auto.tuner.current
 
-    # Each kind of strategy adds these, and `_group`: the process group of the ranks that exchange, or None for all ranks.
+    # Each kind of strategy adds these, and `_group`: the process group of the ranks that exchange; None is all ranks.
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         """Return the options of each candidate besides `_stock` by name; None for another dense average.

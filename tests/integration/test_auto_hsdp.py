@@ -19,6 +19,7 @@ from lightning_sparse import AutoHSDPStrategy, Method, attach_updates
 from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.memory import Residual
+from lightning_sparse.shards import average_gradients, keep_gradients
 from lightning_sparse.strategies.auto import KEY
 from lightning_sparse.update_rule import UpdateRule
 from tests.integration.failing import SOON
@@ -26,7 +27,7 @@ from tests.integration.planned import follow
 from tests.integration.sharded import Module, fitted, hsdp
 from tests.integration.trainers import Messages, lightning_ranks
 from tests.processes import run_ranks
-from tests.support.shards import among, attempt, mesh_of, net, own, shard, steps, whole
+from tests.support.shards import among, attempt, loss_of, mesh_of, net, own, shard, steps
 from tests.support.tiers import full
 
 STEPS = 24
@@ -151,6 +152,31 @@ def test_no_update_is_lost_in_switches(plan):
         assert errors[10] > 1e-3  # residuals wait
 
 
+def averaged(rank: int) -> list[bool]:
+    """Return whether replicas have equal gradients: before `average_gradients`, with it, and without it again."""
+    mesh, calls = mesh_of(), []
+    group, model, other = mesh["replicate"].get_group(), shard(net(), mesh["shard"]), shard(net(), mesh["shard"])
+    other[0].set_all_reduce_hook(calls.append)  # a user's
+
+    def equal() -> bool:
+        model.zero_grad()
+        loss_of(model, 0, rank, 4).backward()
+        return torch.equal(*among(group, own(param.grad for param in model.parameters())))
+
+    found = [equal()]
+    average_gradients(model, group)
+    found.append(equal())
+    for each in (model, other, net()):
+        keep_gradients(each)
+    loss_of(other, 0, rank, 4).backward()
+    return [*found, equal(), bool(calls)]
+
+
+@full
+def test_replicas_keep_their_gradients_after_they_have_averaged_them():
+    assert run_ranks(4, averaged) == [[False, True, False, True]] * 4
+
+
 def settled(rank: int, some: bool) -> list[bool]:
     """Exchange updates, and settle. If `some`, the second replica lacks the state of a parameter."""
     mesh = mesh_of()
@@ -226,17 +252,18 @@ def resumed_by_others(rank: int, folder: str) -> Any:
 
 @full
 def test_checkpoints_of_other_strategies_and_ours_in_theirs(tmp_path):
-    for rank, (equal, names, warnings, steps) in enumerate(
+    for rank, (equal, names, warnings, count) in enumerate(
         lightning_ranks(4, resumed_by_others, str(tmp_path), timeout=90)
     ):
         assert equal == [True] * 3
         assert names == [{"topk"}, {"dense"}, set()]
-        assert steps == STEPS - 15
+        assert count == STEPS - 15
         assert rank or "are lost, because no sparse method is a candidate here" in warnings[0]
 
 
 @pytest.mark.parametrize(
-    "options", [{"method": "topk"}, {"density": 0.1}, {"bucket_cap_mb": 5}, {"clip_norm": 1.0}, {"value_format": "int8"}]
+    "options",
+    [{"method": "topk"}, {"density": 0.1}, {"bucket_cap_mb": 5}, {"clip_norm": 1.0}, {"value_format": "int8"}],
 )
 def test_options_of_a_method_are_an_error(options):
     with pytest.raises(ValueError, match=r"AutoHSDPStrategy\(.* chooses the exchange itself.*topk_hsdp"):
