@@ -20,6 +20,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.memory import Residual
 from lightning_sparse.shards import average_gradients, keep_gradients
+from lightning_sparse.strategies import auto as auto_module
 from lightning_sparse.strategies.auto import KEY
 from lightning_sparse.update_rule import UpdateRule
 from tests.integration.failing import SOON
@@ -345,8 +346,10 @@ class Logged(pl.loggers.logger.DummyLogger):
         self.seen.append(dict(metrics))
 
 
-def measured(rank: int) -> Any:
+def measured(rank: int, link: tuple[float, float] | None = None) -> Any:
     said: list[str] = []
+    if link is not None:
+        auto_module.measure_link = lambda *_: link
     logger, strategy = Logged(), auto([])
     strategy.inform = said.append  # type: ignore[method-assign]
     watch = watched(strategy, max_steps=110, logger=[logger])
@@ -364,6 +367,17 @@ def test_over_loopback_all_ranks_decide_alike_after_the_density_warm_up():
     assert "Chosen by auto_hsdp, by the link: the link carries" in said[0]
     assert f" {names[-1]}" in said[-1]
     assert {"auto_hsdp/link_mbit", "auto_hsdp/dense_ms", "auto_hsdp/chosen_ms"} <= {*scalars}
+
+
+@full
+def test_on_a_slow_link_averages_of_gradients_are_never_tried():
+    first, *others = lightning_ranks(4, measured, (1e3, 1e-4))
+    names, times, said, scalars, _ = first
+    assert all(other[:2] == (names, times) for other in others)
+    assert names[:45] == ["topk"] * 45
+    assert {*names} == {*times} <= {"topk", "topk, next step"}
+    assert "Chosen by auto_hsdp, by the link: the link carries 0.008 Mbit/s" in said[0]
+    assert "auto_hsdp/dense_at_least_ms" in scalars
 
 
 def test_a_trainer_of_each_of_lightnings_names_takes_it():
