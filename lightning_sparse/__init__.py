@@ -12,6 +12,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.replica_checkpoint import load_replica, save_replica
 from lightning_sparse.strategies import (
     AutoDDPStrategy,
+    AutoHSDPStrategy,
     FabricSparseDDPStrategy,
     FabricSparseHSDPStrategy,
     SparseDDPStrategy,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "AutoDDPStrategy",
+    "AutoHSDPStrategy",
     "Comm",
     "FabricSparseDDPStrategy",
     "FabricSparseHSDPStrategy",

@@ -8,7 +8,7 @@ only if it trained as well as dense training in this project's benchmarks. Compa
 sparse methods exchange gradients; with AdamW and most other optimizers they exchange updates. The estimates assume that
 both overlap with backward. If gradients are clipped by norm, or scaled, updates do not overlap.
 
-With --from-log, it shows the measured times by which `auto_ddp` has chosen in a run.
+With --from-log, it shows the measured times by which `auto_ddp` or `auto_hsdp` has chosen in a run.
 
 With `--shards 8`, a worker is a replica of the model, which FSDP2 shards over the devices of a node. All methods
 exchange updates after backward. Two rows are for whole models on all devices: `topk_ddp`, and with `hierarchical=True`.
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--from-log",
         type=Path,
         metavar="FOLDER",
-        help="only show the measurements of a run with strategy='auto_ddp': the folder of its TensorBoard logs",
+        help="only show the measurements of a run with auto_ddp or auto_hsdp: the folder of its TensorBoard logs",
     )
     parser.add_argument("--params", type=number, help="trainable parameters, for example 25.6e6")
     parser.add_argument("--workers", type=int, help="number of workers that share gradients")

@@ -1,35 +1,41 @@
-"""`python -m lightning_sparse advise --from-log FOLDER`: shows the measurements of `auto_ddp` in a run."""
+"""`python -m lightning_sparse advise --from-log FOLDER`: shows the measurements of `auto_ddp` or `auto_hsdp`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-PREFIX = "auto_ddp/"
-LINK, MESSAGE, CHOSEN = f"{PREFIX}link_mbit", f"{PREFIX}message_ms", f"{PREFIX}chosen_ms"
+LINK, MESSAGE, CHOSEN = "link_mbit", "message_ms", "chosen_ms"
 BOUND, MEASURED = "_at_least_ms", "_ms"
 """Ends of the other scalars' names, which contain the candidate's."""
 
 
 def scalars(
-    times: Mapping[str, float], bounds: Mapping[str, float], chosen: str, bandwidth: float, latency: float
+    strategy: str,
+    times: Mapping[str, float],
+    bounds: Mapping[str, float],
+    chosen: str,
+    bandwidth: float,
+    latency: float,
 ) -> dict[str, float]:
-    """Return the scalars that `auto_ddp` logs.
+    """Return the scalars that a strategy logs which chooses the exchange.
 
     Args:
+        strategy: name of the strategy; it begins the scalars' names.
         times: measured seconds of a step by candidate.
         bounds: least seconds of a step of the other candidates.
         chosen: the candidate that trains.
         bandwidth: bandwidth of the link in bytes per second.
         latency: seconds of a message without its bytes.
     """
-    found = {f"{PREFIX}{name}{MEASURED}": 1e3 * seconds for name, seconds in times.items()}
-    found |= {f"{PREFIX}{name}{BOUND}": 1e3 * seconds for name, seconds in bounds.items()}
-    return {**found, CHOSEN: 1e3 * times[chosen], LINK: 8e-6 * bandwidth, MESSAGE: 1e3 * latency}
+    found = {f"{name}{MEASURED}": 1e3 * seconds for name, seconds in times.items()}
+    found |= {f"{name}{BOUND}": 1e3 * seconds for name, seconds in bounds.items()}
+    found |= {CHOSEN: 1e3 * times[chosen], LINK: 8e-6 * bandwidth, MESSAGE: 1e3 * latency}
+    return {f"{strategy}/{name}": value for name, value in found.items()}
 
 
 def table(folder: Path) -> str:
-    """Return the newest measurements of `auto_ddp` in a folder of TensorBoard logs, as a text.
+    """Return the newest measurements of a choice in a folder of TensorBoard logs, as a text.
 
     Raises:
         ValueError: there is no such log.
@@ -40,11 +46,13 @@ def table(folder: Path) -> str:
     for file in files:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})
         log.Reload()
-        last = {tag: log.Scalars(tag)[-1] for tag in log.Tags()["scalars"] if tag.startswith(PREFIX)}
+        tags = (tag for tag in log.Tags()["scalars"] if tag.startswith(("auto_ddp/", "auto_hsdp/")))
+        last = {tag.partition("/")[2]: log.Scalars(tag)[-1] for tag in tags}
         if CHOSEN in last:
             step = last[CHOSEN].step
             return _text(file, step, {tag: event.value for tag, event in last.items() if event.step == step})
-    found = f"{len(files)} event files, but no scalars of auto_ddp" if files else "no event file of TensorBoard"
+    no_scalars = f"{len(files)} event files, but no scalars of auto_ddp or auto_hsdp"
+    found = no_scalars if files else "no event file of TensorBoard"
     raise ValueError(
         f"{str(folder)!r} has {found}. Give the folder of a run with strategy='auto_ddp' and a TensorBoardLogger. It "
         f"logs when it has decided, after 55 steps at the earliest."
@@ -56,7 +64,7 @@ def _text(file: Path, step: int, values: dict[str, float]) -> str:
     rows = []
     for tag, ms in sorted(values.items(), key=lambda item: item[1]):
         end = BOUND if tag.endswith(BOUND) else MEASURED
-        name, least = tag.removeprefix(PREFIX).removesuffix(end), "at least" if end == BOUND else ""
+        name, least = tag.removesuffix(end), "at least" if end == BOUND else ""
         rows.append(f"{name:18}{least:>10}{ms:10.1f}{'  trains' if ms == chosen else ''}")
     title = f"{file}, step {step}: the link carries {link:.3g} Mbit/s, {message:.2g} ms a message."
     return "\n".join([title, "", f"{'':28}{'ms/step':>10}", *rows])

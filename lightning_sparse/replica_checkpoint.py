@@ -34,7 +34,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import shard_offset
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
-from lightning_sparse.shards import is_sharded, like, local, reshard
+from lightning_sparse.shards import is_sharded, local, reshard, state_like
 from lightning_sparse.state import resized
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
     for i, optimizer in enumerate(exchange.optimizers):
         saved, names = state["optimizers"][str(i)], _names(model, optimizer)
         whole = {
-            index: {key: _like(params[name], x) for key, x in saved["state"][name].items()}
+            index: {key: state_like(params[name], x) for key, x in saved["state"][name].items()}
             for index, name in enumerate(names)
             if name in saved["state"]
         }
@@ -259,11 +259,6 @@ def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
                 )
         own[name] = {key: local(x).to("cpu", copy=True) if isinstance(x, Tensor) else x for key, x in kept.items()}
     return {"state": own, "param_groups": state["param_groups"], "names": names}
-
-
-def _like(param: Tensor, x: Any) -> Any:
-    """Return a value of an optimizer's state as the parameter's optimizer keeps it."""
-    return like(param, x.to(local(param).device)) if isinstance(x, Tensor) and x.shape == local(param).shape else x
 
 
 def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch.optim import Optimizer
 
 AFTER_SHARDING = " Create the optimizer after fully_shard, which replaces the parameters."
 """The end of errors about an optimizer whose parameters a sharded model does not have."""
+_AVERAGED: WeakSet[Any] = WeakSet()
+"""Modules of FSDP2 whose gradients replicas average."""
 
 
 def is_sharded(x: Any) -> bool:
@@ -62,6 +65,11 @@ def like(x: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(  # type: ignore[no-any-return]
         part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
     )
+
+
+def state_like(param: Tensor, x: Any) -> Any:
+    """Return this rank's part of a value of an optimizer's state as the parameter's optimizer keeps it."""
+    return like(param, x.to(local(param).device)) if isinstance(x, Tensor) and x.shape == local(param).shape else x
 
 
 def placement(x: Tensor) -> str:
@@ -121,6 +129,18 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     for module in modules:
         module.set_all_reduce_hook(average)
+    _AVERAGED.update(modules)
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Let the replicas of a sharded model keep their own gradients, after `average_gradients` or without it."""
+    for module in _AVERAGED.intersection(_of_fsdp("FSDPModule", model)):
+        module.set_all_reduce_hook(_keep)  # torch documents no way to remove a hook
+        _AVERAGED.discard(module)
+
+
+def _keep(gradient: Tensor) -> None:
+    pass
 
 
 @contextlib.contextmanager

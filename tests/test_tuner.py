@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_all_ranks_measure_the_same_link(size):
     bandwidth, latency = found[0]
     assert bandwidth > 1e5
     assert 0 < latency < 1
+
+
+def test_groups_measure_the_slowest_of_their_links():
+    def measured(comm):
+        group = comm.sub([comm.rank % 2, comm.rank % 2 + 2])
+        if comm.rank == 3:  # its group is the slower one
+            group._all_reduce = lambda *_, send=group._all_reduce: (time.sleep(0.2), send(*_))
+        return measure_link(group, torch.device("cpu"), comm)
+
+    found = simulate(4, measured)
+    assert len({*found}) == 1
+    assert found[0][1] > 0.09  # two messages take 0.2 s
 
 
 @pytest.mark.parametrize("bandwidth", [1e4, 1e15])

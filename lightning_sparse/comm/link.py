@@ -14,21 +14,24 @@ ENOUGH_SECONDS = 0.15
 MOST_ELEMENTS = 1 << 22
 
 
-def measure_link(comm: Comm, device: torch.device) -> tuple[float, float]:
+def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None) -> tuple[float, float]:
     """Measure the link of the slowest rank; all ranks call it. It takes a second at most, over 1 Mbit/s four.
 
     Args:
         comm: connection to the other ranks.
         device: device of the messages.
+        everyone: connection to the ranks of all groups that measure at the same time, because they share the link.
+            None: there is one group.
 
     Returns:
         The bandwidth in bytes per second in each direction, and the seconds of a message without its bytes. Equal on
         all ranks.
     """
-    short = _slowest(comm, device, statistics.median([_timed(comm, device, 2) for _ in range(6)][1:]))
+    everyone = everyone or comm
+    short = _slowest(everyone, device, statistics.median([_timed(comm, device, 2) for _ in range(6)][1:]))
     numel, seconds = 1 << 14, 0.0
     while True:
-        seconds = _slowest(comm, device, _timed(comm, device, numel))
+        seconds = _slowest(everyone, device, _timed(comm, device, numel))
         if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
             break
         numel *= 4
@@ -36,7 +39,14 @@ def measure_link(comm: Comm, device: torch.device) -> tuple[float, float]:
     return bandwidth, short / _messages(comm)
 
 
-def speed_up(comm: Comm, device: torch.device, bandwidth: float, latency: float, seconds: float) -> float:
+def speed_up(
+    comm: Comm,
+    device: torch.device,
+    bandwidth: float,
+    latency: float,
+    seconds: float,
+    everyone: Comm | None = None,
+) -> float:
     """Measure the factor by which the link is faster than before, by one all-reduce. All ranks call it.
 
     Args:
@@ -45,13 +55,14 @@ def speed_up(comm: Comm, device: torch.device, bandwidth: float, latency: float,
         bandwidth: bandwidth in bytes per second, as it was measured before.
         latency: seconds of a message without its bytes, as they were measured before.
         seconds: about the time for the all-reduce, if nothing has changed.
+        everyone: see `measure_link`.
 
     Returns:
         The factor, equal on all ranks.
     """
     numel = min(max(1 << 10, int(seconds * bandwidth / _element_bytes(comm))), MOST_ELEMENTS)
     expected = _element_bytes(comm) * numel / bandwidth + _messages(comm) * latency
-    return expected / _slowest(comm, device, _timed(comm, device, numel))
+    return expected / _slowest(everyone or comm, device, _timed(comm, device, numel))
 
 
 def _messages(comm: Comm) -> int:

@@ -65,6 +65,15 @@ class ProcessGroupComm(Comm):
         self.statuses.clear()
         self.peers = peers or Peers(self.store, group.group_name, self.rank, self.ranks)
 
+    def of_all(self) -> ProcessGroupComm:
+        """Return a connection to all ranks, over the default group. It raises the same failures as this one."""
+        if self.size == dist.get_world_size():
+            return self
+        everyone = ProcessGroupComm(None)
+        if self.peers.has_parts:  # they are all ranks
+            everyone.use(everyone.group, self.peers)
+        return everyone
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first rank of the training, which may have several groups."""

@@ -42,6 +42,15 @@ class Exchanger(abc.ABC):
         """Report to the other ranks that training has failed on this rank."""
         self._session.fail(error)
 
+    def raise_known_failure(self) -> None:
+        """Raise the error that has ended training on this rank or on another one, if there is one."""
+        if self._session.error is not None:
+            raise self._session.error
+
+    def fail_in_model(self, error: BaseException) -> None:
+        """Report that a connection broke in a collective of the model, and put the cause in front of the text."""
+        self._session.fail_in_model(error)
+
     @abc.abstractmethod
     def close(self) -> None:
         """End the exchange. May be called twice, and after a failure."""

@@ -1,11 +1,16 @@
-"""Leaves gradients to DDP's all-reduce, in fp32 or bfloat16, in a session with other ranks that explains failures."""
+"""Leaves gradients to the dense averages of DDP or FSDP2, in a session with other ranks that explains failures."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.base import Exchanger
@@ -13,51 +18,34 @@ from lightning_sparse.hooks.ddp import trainable_parameters
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
+from lightning_sparse.shards import groups_of, local
 
 
 class StockExchanger(Exchanger):
-    """Counts the steps and the bytes of stock all-reduce, which DDP runs.
+    """Counts the steps and the bytes of dense averages of gradients, which other code computes in backward.
 
     Args:
-        ddp: the wrapped model, without a communication hook. This object keeps no reference to it.
+        params: this rank's part of the trained parameters, by name.
         options: options of the reducer, which has no work.
-        timeout: time to wait for other ranks; None takes the group's.
-        in_bfloat16: whether the sums are computed and sent in bfloat16, by torch's `bf16_compress_hook`.
+        note: one sentence for the summary of a run.
+        share: share of the bytes of dense all-reduce in fp32 that ranks send.
+        **session: further arguments of the `Session`.
     """
 
-    is_consistent = True
+    is_consistent, note = True, ""
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        options: ReducerOptions,
-        timeout: timedelta | None,
-        *,
-        in_bfloat16: bool = False,
+        self, params: Mapping[str, Tensor], options: ReducerOptions, note: str, share: float = 1.0, **session: Any
     ) -> None:
-        params = trainable_parameters(ddp)
-        self._session = Session(
-            lambda: params,
-            method("dense"),
-            options,
-            group=ddp.process_group,
-            device=ddp.device,
-            timeout=timeout,
-        )
-        self._responder = Responder(self._session.comm.respond)
-        self._in_bfloat16 = in_bfloat16
-        if in_bfloat16:
-            # Without NCCL, DDP refuses torch's function, but gloo can add bfloat16.
-            ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-
-    @property
-    def note(self) -> str:
-        return f"DDP's all-reduce averages gradients{' in bfloat16' if self._in_bfloat16 else ''}."
+        self.note, self._share = note, share
+        device = next(iter(params.values())).device
+        self._session = Session(lambda: params, method("dense"), options, device=device, **session)
+        self._responder = Responder(self._session.look)
 
     def count_step(self) -> None:
         """Count a step and its bytes."""
         self.reducer.finish_step()
-        self.comm.sent_bytes += round(self.reducer.routing.dense_nbytes / (2 if self._in_bfloat16 else 1))
+        self.comm.sent_bytes += round(self.reducer.routing.dense_nbytes * self._share)
 
     def drain(self) -> bool:
         """Return True: there are no residuals."""
@@ -68,3 +56,45 @@ class StockExchanger(Exchanger):
         self._responder.end()
         self._session.mark_done()
         self._session.finish(failed=False)
+
+
+def count_ddp(
+    ddp: DistributedDataParallel, options: ReducerOptions, timeout: timedelta | None, *, in_bfloat16: bool = False
+) -> StockExchanger:
+    """Return a counter of DDP's all-reduce.
+
+    Args:
+        ddp: the wrapped model, without a communication hook.
+        options: options of the reducer, which has no work.
+        timeout: time to wait for other ranks; None takes the group's.
+        in_bfloat16: whether the sums are computed and sent in bfloat16, by torch's `bf16_compress_hook`.
+    """
+    note, share = "DDP's all-reduce averages gradients.", 1.0
+    if in_bfloat16:
+        note, share = "DDP's all-reduce averages gradients in bfloat16.", 0.5
+    counter = StockExchanger(trainable_parameters(ddp), options, note, share, group=ddp.process_group, timeout=timeout)
+    if in_bfloat16:
+        # Without NCCL, DDP refuses torch's function, but gloo can add bfloat16.
+        ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return counter
+
+
+def count_shards(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    options: ReducerOptions,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+) -> StockExchanger:
+    """Return a counter of the averages over replicas of a sharded model. All ranks of the default group call it.
+
+    Args:
+        model: the model, see `average_gradients`.
+        optimizers: its optimizers.
+        options: options of the reducer, which has no work.
+        group: the ranks that hold the same part of the model.
+        timeout: time to wait for other ranks; None takes the group's.
+    """
+    params = {name: local(param).detach() for name, param in model.named_parameters() if param.requires_grad}
+    note, groups = "Replicas average gradients in backward.", lambda: groups_of(optimizers)
+    return StockExchanger(params, options, note, group=dist.group.WORLD, part=group, timeout=timeout, groups=groups)

@@ -42,7 +42,7 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
-from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard, state_like
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
@@ -413,15 +413,6 @@ class UpdateExchanger(Exchanger):
         """Return whether the residuals belong to the weights."""
         return self.is_consistent
 
-    def raise_known_failure(self) -> None:
-        """Raise the error that has ended training on this rank or on another one, if there is one."""
-        if self._session.error is not None:
-            raise self._session.error
-
-    def fail_in_model(self, error: BaseException) -> None:
-        """Report that a connection broke in a collective of the model, and put the cause in front of the text."""
-        self._session.fail_in_model(error)
-
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""
         for hook in self._hooks:
@@ -438,22 +429,27 @@ class UpdateExchanger(Exchanger):
 def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     """Replace an optimizer's states by their mean over all ranks; numbers that are no floats are rank 0's.
 
-    If ranks have states of different parameters, all take rank 0's.
+    If ranks have states of different parameters, all take rank 0's. Of sharded parameters, states are this rank's part.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = [optimizer.state.get(param, {}) for param in params]
+    states = [{key: local(x) for key, x in optimizer.state.get(param, {}).items()} for param in params]
     tensors = [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
     described = repr([[(key, getattr(x, "shape", None)) for key, x in sorted(state.items())] for state in states])
     device = params[0].device
     digest = torch.tensor([zlib.crc32(described.encode())], dtype=torch.int64, device=device)
     found = comm.all_gather_rows(digest)
     if bool((found != found[0]).any()):
-        state = [optimizer.state_dict()]
-        dist.broadcast_object_list(state, comm.ranks[0], group=comm.group)
-        optimizer.load_state_dict(state[0])
+        shared: list[Any] = [{**optimizer.state_dict(), "state": dict(enumerate(states))}]
+        dist.broadcast_object_list(shared, comm.ranks[0], group=comm.group)
+        state = {
+            i: {key: state_like(params[i], x) for key, x in each.items()}
+            for i, each in shared[0]["state"].items()
+            if each
+        }
+        optimizer.load_state_dict({**shared[0], "state": state})
         return
     for x in tensors:
-        if x.is_floating_point() and x.dim():
+        if x.is_floating_point() and x.dim() and x.numel():
             x.copy_(comm.all_reduce(x.float()).div_(comm.size))
 
 

@@ -16,6 +16,7 @@ from lightning_sparse._lightning import CHOSEN, FABRIC, INSTALLED
 if TYPE_CHECKING:
     from lightning_sparse.strategies.pytorch_lightning import (
         AutoDDPStrategy,
+        AutoHSDPStrategy,
         FabricSparseDDPStrategy,
         FabricSparseHSDPStrategy,
         SparseDDPStrategy,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoDDPStrategy",
+    "AutoHSDPStrategy",
     "FabricSparseDDPStrategy",
     "FabricSparseHSDPStrategy",
     "SparseDDPStrategy",
@@ -33,12 +35,15 @@ __all__ = [
 _modules = {name: import_module(f"{__name__}.{name.replace('.', '_')}") for name in INSTALLED}
 for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{_name}.strategies").DDPStrategy.register(_module.SparseDDPStrategy)
+    import_module(f"{_name}.strategies").DDPStrategy.register(_module.AutoDDPStrategy)
     import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.SparseHSDPStrategy)
+    import_module(f"{_name}.strategies").ModelParallelStrategy.register(_module.AutoHSDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").ModelParallelStrategy.register(_module.FabricSparseHSDPStrategy)
 if not TYPE_CHECKING:
     SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
     AutoDDPStrategy = _modules[CHOSEN].AutoDDPStrategy
     SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
+    AutoHSDPStrategy = _modules[CHOSEN].AutoHSDPStrategy
     FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy
     FabricSparseHSDPStrategy = _modules[CHOSEN].FabricSparseHSDPStrategy

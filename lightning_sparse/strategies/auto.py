@@ -1,12 +1,14 @@
-"""The strategy that chooses the exchange by measuring while it trains: stock all-reduce, or a method that pays.
+"""Strategies that choose the exchange by measuring while they train: dense averages, or a method that pays.
 
-It tries only methods that trained as well as dense training in this project's benchmarks. `Tuner` decides by the times
+They try only methods that trained as well as dense training in this project's benchmarks. `Tuner` decides by the times
 of steps. Ranks decide alike, because each decides by the numbers of the slowest rank. A switch happens between two
 steps, and nothing is lost in it:
 
 - Residuals of gradients are added to the same rank's next gradient.
 - Residuals of updates stay if updates are exchanged afterwards. Otherwise all ranks apply their mean, and take the mean
   of the optimizers' states, which differ among ranks while updates are exchanged.
+
+`AutoStrategy` is the common part. `AutoDDP` is here, and `auto_hsdp` has the strategy for sharded models.
 """
 
 # Lightning's strategy and ours are the next bases:
@@ -21,9 +23,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
@@ -32,7 +35,7 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
-from lightning_sparse.hooks.stock import StockExchanger
+from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
@@ -46,7 +49,7 @@ from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 log = logging.getLogger(__name__)
 KEY = "lightning_sparse_auto"
 """Key of the choice in a checkpoint."""
-STOCK, BF16, TOPK = "ddp", "ddp, bf16", "topk"
+STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
@@ -56,7 +59,7 @@ FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
 
 
 class StockTraining(Training):
-    """Leaves the gradients to DDP's own all-reduce.
+    """Leaves the gradients to DDP's own all-reduce, or to the averages in the backward pass of a sharded model.
 
     Args:
         exchanger: counts the steps.
@@ -96,21 +99,23 @@ class _Clock:
         return spent
 
 
-class AutoDDP:
-    """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
-
-    It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
-    within a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
+class AutoStrategy:
+    """The choice of the exchange while a Trainer trains, for a strategy that exchanges by fixed options.
 
     Args:
         seed: the seed of the methods' random choices.
-        **kwargs: the options of Lightning's DDPStrategy and torch's DistributedDataParallel.
+        **kwargs: the options of the strategy that are no choice of an exchange.
 
     Raises:
         ValueError: an option of a method, which this strategy chooses itself.
     """
 
-    _class_name = "AutoDDPStrategy"
+    _kind: ClassVar[str]
+    """The end of the strategy's name: "ddp" or "hsdp"."""
+    _stock: ClassVar[str]
+    """The name of the dense average of gradients among the candidates."""
+    _chosen: ClassVar[Sequence[str]] = (*CHOSEN, *FIXED)
+    """Options that are a part of the choice."""
 
     if TYPE_CHECKING:
         _options: Any
@@ -119,56 +124,63 @@ class AutoDDP:
         model: Any
 
         def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of `SparseDDP` and of Lightning's strategies."""
+            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def __init__(self, *, seed: int = 0, **kwargs: Any) -> None:
-        for option in (*CHOSEN, *FIXED):
+        for option in self._chosen:
             if option in kwargs:
-                raise ValueError(
-                    f"{type(self).__name__}({option}={kwargs[option]!r}): this strategy chooses the exchange itself, "
-                    f"and stock all-reduce is one choice. Leave {option} out; or take SparseDDPStrategy, or "
-                    f"strategy='topk_ddp', to decide yourself."
-                )
+                raise self._refused(option, kwargs[option])
         super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
+        for option, value in self._options.own.items():
+            raise self._refused(option, value)
         self._arguments = {"seed": seed, **kwargs}
+
+    def _refused(self, option: str, value: Any) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}({option}={value!r}): this strategy chooses the exchange itself, and the dense "
+            f"average of gradients is one choice. Leave {option} out; or take Sparse{self._kind.upper()}Strategy, or "
+            f"strategy='topk_{self._kind}', to decide yourself."
+        )
 
     def _begin(self) -> None:
         super()._begin()
-        self._auto = _Choice(self._options)
+        self._auto = _Choice(self._options, f"auto_{self._kind}", self._stock)
 
     @property
     def choice(self) -> str:
-        """The name of the exchange that trains: "ddp" for stock all-reduce, or that of a method."""
+        """The name of the exchange that trains: that of the dense average of gradients, or that of a method."""
         return self._auto.tuner.current
+
+    # Each kind of strategy adds these, and `_group`: the process group of the ranks that exchange; None is all ranks.
+
+    def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
+        """Return the options of each candidate besides `_stock` by name; None for another dense average.
+
+        Args:
+            base: the options of TopK.
+            trainer: Lightning's Trainer.
+            ranks: number of ranks that exchange with each other.
+        """
+        raise NotImplementedError
+
+    def _use_stock(self, name: str, trainer: Any) -> None:
+        """Begin a dense average of gradients: a candidate whose options are None."""
+        raise NotImplementedError
 
     # Start and switches:
 
     def _start_exchange(self, trainer: Any) -> None:
         self._auto.begin(self, trainer)
-        self._use(self._auto.tuner.current, trainer)
+        self._use(self.choice, trainer)
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
         options = self._auto.options[name]
-        if options is not None:
+        if options is None:
+            self._use_stock(name, trainer)
+        else:
             self._options = options
             super()._start_exchange(trainer)
-            return
-        self._reducer = None
-        with self._own_buckets():
-            ddp = self._wrap()
-        stock = StockExchanger(ddp, self._auto.reducer_options, self._timeout, in_bfloat16=name == BF16)
-        self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
-
-    @contextlib.contextmanager
-    def _own_buckets(self) -> Iterator[None]:
-        """Let DistributedDataParallel choose the size of its buckets, unless it is given: its first one is smaller."""
-        options = ddp_options(self)  # type: ignore[arg-type]
-        ours, options["bucket_cap_mb"] = options["bucket_cap_mb"], self._arguments.get("bucket_cap_mb")
-        try:
-            yield
-        finally:
-            options["bucket_cap_mb"] = ours
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
@@ -176,7 +188,8 @@ class AutoDDP:
         if not isinstance(training, StockTraining):
             super()._began(training, self._auto.reason, loggers)
         elif self.global_rank == 0:
-            self.inform(f"{self.world_size} ranks. {training.exchanger.note} Chosen by {self._auto.reason}.")
+            note = f"{training.exchanger.note}{training.note}"
+            self.inform(f"{self.world_size} ranks. {note} Chosen by {self._auto.reason}.")
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -185,12 +198,12 @@ class AutoDDP:
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer = self.lightning_module.trainer
         if self._auto.is_due(self, trainer.global_step):
-            before = self._auto.tuner.current
+            before = self.choice
             text = self._auto.decide(self)
-            if self._auto.tuner.current != before:
+            if self.choice != before:
                 self._switch(trainer)
             if self.global_rank == 0 and text:
-                if self._auto.tuner.current == before or not self._auto.tuner.is_settled:
+                if self.choice == before or not self._auto.tuner.is_settled:
                     self.inform(text)  # otherwise the summary of the new exchange has said so
                 for logger in trainer.loggers if self._auto.tuner.is_settled else ():
                     logger.log_metrics(self._auto.scalars(), trainer.global_step)
@@ -198,40 +211,34 @@ class AutoDDP:
         self._auto.clock.begin_batch()
 
     def _switch(self, trainer: Any) -> None:
-        """Replace the exchange between two steps."""
-        name, old = self._auto.tuner.current, self._training
+        """Change to the chosen exchange between two steps. Nothing is lost."""
+        resume = self._leave(self._training, self._auto.options[self.choice])
+        self._replace(trainer)
+        self._training.begin()
+        resume()
+
+    def _replace(self, trainer: Any) -> None:
+        """End the exchange, and begin the chosen one in its place."""
+        old = self._training
         assert old.exchanger is not None
-        resume = self._leave(old, self._auto.options[name])
         counts = old.exchanger.comm.sent_bytes, old.exchanger.comm.seconds, old.exchanger.reducer.step
         old.close()
         self._training, self.model = Training(), self.lightning_module
         del old
         gc.collect()  # of DistributedDataParallel's buckets
-        self._use(name, trainer)
+        self._use(self.choice, trainer)
         reducer = self.reducer
         reducer.comm.sent_bytes, reducer.comm.seconds, reducer.step = counts
-        self._training.begin()
-        resume()
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         """End an exchange without loss; return a function that hands over to the next one, of these options."""
-        exchanger = training.exchanger
         if isinstance(training, UpdateTraining):
             training.exchange_pending()
             if options is not None and options.choose(self.optimizers)[0] == "update":
-                state = exchanger.reducer.state_dict()
+                state = training.exchanger.reducer.state_dict()
                 return lambda: self.reducer.load_state_dict(state)
             training.exchanger.settle()
-        elif isinstance(training, GradientTraining):
-            exchanger.drain()
-            residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
-            return lambda: self._add_to_next_gradients(residuals)
         return lambda: None
-
-    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        params = dict(self.lightning_module.named_parameters())
-        for name, residual in residuals.items():
-            _add_once(params[name], residual)
 
     # Measurement:
 
@@ -248,12 +255,87 @@ class AutoDDP:
 
     # Checkpoints:
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint[KEY] = self.choice
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _warn_of_lost_residuals(self, path: Any) -> None:
+        if self.global_rank == 0:
+            log.warning(
+                f"The residuals of {str(path)!r} are lost, because no sparse method is a candidate here: entries that "
+                f"were not sent yet do not reach the weights. Resume with the strategy that wrote them."
+            )
+
+
+class AutoDDP(AutoStrategy):
+    """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
+
+    It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
+    within a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
+
+    Args:
+        seed: the seed of the methods' random choices.
+        **kwargs: the options of Lightning's DDPStrategy and torch's DistributedDataParallel.
+
+    Raises:
+        ValueError: an option of a method, which this strategy chooses itself.
+    """
+
+    _class_name, _kind, _stock = "AutoDDPStrategy", "ddp", STOCK
+    _group = None
+
+    def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
+        found: dict[str, StrategyOptions | None] = {}
+        what = base.choose(self.optimizers)[0]
+        trained = TRAINED["adamw" if what == "update" else "sgd"]
+        halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
+        # Entries that were clipped or scaled after the exchange would not belong to the residuals.
+        changes_gradients = bool(trainer.gradient_clip_val) or self.scaler is not None
+        if what == "update":
+            if ranks <= BFLOAT16 and halves:
+                found[BF16] = None
+            found |= updates(base, trainer, ranks)
+        elif trained[TOPK] >= ranks and not changes_gradients:
+            found[TOPK] = base
+        for name in () if changes_gradients else ("int8", "int4"):
+            if trained[name] >= ranks:
+                found[name] = StrategyOptions(name, None, {}, base.reducer)
+        return found
+
+    def _use_stock(self, name: str, trainer: Any) -> None:
+        self._reducer = None
+        with self._own_buckets():
+            ddp = self._wrap()
+        stock = count_ddp(ddp, self._auto.reducer_options, self._timeout, in_bfloat16=name == BF16)
+        self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
+
+    @contextlib.contextmanager
+    def _own_buckets(self) -> Iterator[None]:
+        """Let DistributedDataParallel choose the size of its buckets, unless it is given: its first one is smaller."""
+        options = ddp_options(self)  # type: ignore[arg-type]
+        ours, options["bucket_cap_mb"] = options["bucket_cap_mb"], self._arguments.get("bucket_cap_mb")
+        try:
+            yield
+        finally:
+            options["bucket_cap_mb"] = ours
+
+    def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
+        if not isinstance(training, GradientTraining):
+            return super()._leave(training, options)
+        exchanger = training.exchanger
+        exchanger.drain()
+        residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
+        return lambda: self._add_to_next_gradients(residuals)
+
+    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        params = dict(self.lightning_module.named_parameters())
+        for name, residual in residuals.items():
+            _add_once(params[name], residual)
+
+    # Checkpoints:
+
     def _parts(self, filepath: Any) -> list[Any]:
         return [] if isinstance(self._training, StockTraining) else super()._parts(filepath)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoint[KEY] = self._auto.tuner.current
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -264,11 +346,8 @@ class AutoDDP:
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
         if not isinstance(self._training, StockTraining):
             super()._load_residuals(info, states, path)
-        elif info is not None and self.global_rank == 0:
-            log.warning(
-                f"The residuals of {str(path)!r} are lost, because no sparse method is a candidate here: gradients "
-                f"that were not sent yet do not reach the weights. Resume with the strategy that wrote them."
-            )
+        elif info is not None:
+            self._warn_of_lost_residuals(path)
 
     @classmethod
     def _registered(cls) -> dict[str, dict[str, Any]]:
@@ -280,21 +359,23 @@ class _Choice:
 
     Args:
         base: the options of TopK.
+        name: the strategy's name, for messages and loggers.
+        stock: the name of the dense average of gradients.
 
     Attributes:
-        options: the options of each candidate, by name; None of dense all-reduce.
+        options: the options of each candidate, by name; None of dense averages.
         tuner: decides.
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
-        resumed: the choice in the checkpoint of this fit, until `begin`; "" without one.
+        resumed: the choice in the checkpoint of this fit, until `choose_first`; "" without one.
         has_residuals: whether this checkpoint has residuals.
     """
 
-    def __init__(self, base: StrategyOptions) -> None:
-        self._base, self.resumed, self.reason = base, "", ""
+    def __init__(self, base: StrategyOptions, name: str, stock: str) -> None:
+        self._base, self._name, self.resumed, self.reason = base, name, "", ""
         self.has_residuals = False
-        self.options: dict[str, StrategyOptions | None] = {STOCK: None}
-        self.tuner = Tuner({STOCK: 0.0}, STOCK)
+        self.options: dict[str, StrategyOptions | None] = {stock: None}
+        self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
         self._link = Link(1e9)
         self._step, self._waited = 0, 0.0
@@ -303,46 +384,55 @@ class _Choice:
     def reducer_options(self) -> ReducerOptions:
         return self._base.reducer
 
-    def begin(self, strategy: AutoDDP, trainer: Any) -> None:
+    def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
-        self.options = _candidates(self._base, strategy, trainer)
+        ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
+        self.options = {next(iter(self.options)): None}
+        if ranks > 1 and optimizers and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            self.options |= strategy._candidates(self._base, trainer, ranks)
         names = [*self.options]
-        agree({"candidates of auto_ddp": names}, strategy.root_device, strategy._timeout)
-        links = self._measure(strategy) if len(names) > 1 else {STOCK: 0.0}
-        first = STOCK if links[STOCK] < SHORT else min(links, key=links.__getitem__)
-        if self.has_residuals and TOPK in names:  # perhaps of topk_ddp
+        agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
+        self.tuner = Tuner(self._measure(strategy) if len(names) > 1 else {names[0]: 0.0}, names[0])
+        self.choose_first()
+
+    def choose_first(self) -> None:
+        """Choose the candidate that trains first, by the checkpoint or by the link."""
+        links, names = self.tuner.links, [*self.options]
+        first = names[0] if links[names[0]] < SHORT else min(links, key=links.__getitem__)
+        if self.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
         resumed = self.resumed if self.resumed in names else ""
         self.resumed, self.has_residuals = "", False  # a later fit may have no checkpoint
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
-        self.reason = f"auto_ddp, by {why}: {self._link_text()}" if len(names) > 1 else f"auto_ddp, by {why}"
+        self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     def start(self, done: int) -> None:
         """Begin to measure, after `done` steps."""
         self._step, self._waited, self.clock = done, 0.0, _Clock()
         self.tuner.wait(WARMUP - done)
 
-    def _measure(self, strategy: AutoDDP) -> dict[str, float]:
+    def _measure(self, strategy: AutoStrategy) -> dict[str, float]:
         """Measure the link; return the seconds on it of a step of each candidate."""
-        self._link = Link(*measure_link(ProcessGroupComm(None), strategy.root_device))
+        comm = ProcessGroupComm(strategy._group)
+        self._link = Link(*measure_link(comm, strategy.root_device, comm.of_all()))
         params = sum(param.numel() for param in strategy.lightning_module.parameters() if param.requires_grad)
-        work = Workload.even(params, 0.0, 0.0)
+        work = Workload.even(params * comm.size // strategy.world_size, 0.0, 0.0)  # of a rank's shards
         links = {}
         for name, options in self.options.items():
             method = DENSE
             if options is not None:
                 what, method = options.choose(strategy.optimizers)[0], options.method
                 if what == "update":
-                    method = replace(options.for_updates(method, strategy.world_size)[0], update_rule=None)
+                    method = replace(options.for_updates(method, comm.size)[0], update_rule=None)
             nbytes = 2 if name == BF16 else 4
-            links[name] = step(method, work, strategy.world_size, self._link, Costs(), dense_bytes=nbytes).seconds
+            links[name] = step(method, work, comm.size, self._link, Costs(), dense_bytes=nbytes).seconds
         return links
 
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
-    def is_due(self, strategy: AutoDDP, done: int) -> bool:
+    def is_due(self, strategy: AutoStrategy, done: int) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
         if done == self._step or len(self.options) == 1:
             return False
@@ -353,57 +443,51 @@ class _Choice:
             waited = math.nan
         return self.tuner.note(Numbers(self.clock.take(), waited))
 
-    def decide(self, strategy: AutoDDP) -> str:
+    def decide(self, strategy: AutoStrategy) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
         own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
-        sent, rows = comm.sent_bytes, comm.all_gather_rows(own)
+        everyone = comm.of_all()
+        sent, rows = comm.sent_bytes, everyone.all_gather_rows(own)
         slowest = Numbers(*map(float, rows.max(0).values))
         before, was_settled, factor = self.tuner.current, self.tuner.is_settled, 1.0
         if seconds := self.tuner.probe_seconds:
-            factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds)
+            factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         comm.sent_bytes = sent  # counts the bytes of steps only
         if self.tuner.decide(slowest, factor):
             self.tuner.restart(self._measure(strategy))
-            return (
-                f"auto_ddp: a step takes {1e3 * slowest.seconds:.3g} ms now, and {self._link_text()}: it tries again."
-            )
+            now = f"a step takes {1e3 * slowest.seconds:.3g} ms now"
+            return f"{self._name}: {now}, and {self._link_text()}: it tries again."
         if self.tuner.current != before:
             self._waited = 0.0
         if self.tuner.is_settled and not was_settled:
-            self.reason = f"auto_ddp, by measured steps: {self.tuner.summary()}; {self._link_text()}"
-            return f"auto_ddp keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
+            self.reason = f"{self._name}, by measured steps: {self.tuner.summary()}; {self._link_text()}"
+            return f"{self._name} keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
         return ""
 
     def scalars(self) -> dict[str, float]:
         """Return the times by which the choice was made, and the link, for loggers."""
         times = {name: numbers.seconds for name, numbers in self.tuner.times.items()}
         bounds = {name: self.tuner.bound(name) for name in self.tuner.links if name not in times}
-        return scalars(times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
+        return scalars(self._name, times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
 
 
-def _candidates(base: StrategyOptions, strategy: AutoDDP, trainer: Any) -> dict[str, StrategyOptions | None]:
-    """Return the options of each candidate by name, stock all-reduce first."""
-    found: dict[str, StrategyOptions | None] = {STOCK: None}
-    optimizers, ranks = strategy.optimizers, strategy.world_size
-    if ranks == 1 or not optimizers or any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-        return found
-    what = base.choose(optimizers)[0]
-    trained = TRAINED["adamw" if what == "update" else "sgd"]
-    halves = any(param.dtype is torch.float32 for param in strategy.lightning_module.parameters())
-    if what == "update" and ranks <= BFLOAT16 and halves:
-        found[BF16] = None
-    # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-    changes_gradients = bool(trainer.gradient_clip_val) or strategy.scaler is not None
-    if trained[TOPK] >= ranks and (what == "update" or not changes_gradients):
-        found[TOPK] = base
+def updates(
+    base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK]
+) -> dict[str, StrategyOptions]:
+    """Return the candidates that exchange updates, by name.
+
+    Args:
+        base: the options of TopK.
+        trainer: Lightning's Trainer.
+        ranks: number of ranks that exchange with each other.
+        most: largest number of them with which TopK trains as well as dense training.
+    """
+    found = {TOPK: base} if ranks <= most else {}
     # Weights differ among ranks while an exchange is pending, and a callback may average them then.
-    if what == "update" and ranks <= DELAYED and not any(hasattr(x, "should_update") for x in trainer.callbacks):
-        found["topk, next step"] = replace(base, overlap="next_step")
-    for name in () if changes_gradients else ("int8", "int4"):
-        if trained[name] >= ranks:
-            found[name] = StrategyOptions(name, None, {}, base.reducer)
+    if ranks <= min(DELAYED, most) and not any(hasattr(x, "should_update") for x in trainer.callbacks):
+        found[NEXT_STEP] = replace(base, overlap="next_step")
     return found
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,10 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        self._reducer = self._exchanger = None  # free the residuals of an earlier fit before allocating new ones
+        self._start_exchange(trainer)
+
+    def _start_exchange(self, trainer: Any) -> None:
+        self._reducer = self._exchanger = None  # free the residuals of an earlier exchange before allocating new ones
         assert self.model is not None
         self._exchanger = self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
         if self._exchanger is not None:
@@ -65,7 +69,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     @property
     def reducer(self) -> Reducer:
-        if self._is_dense:
+        if self._is_dense and self._reducer is None:
             raise RuntimeError(
                 f"{type(self).__name__}('dense') compresses nothing and has no reducer. Remove the callbacks of "
                 f"lightning_sparse, or take another method."
@@ -74,11 +78,11 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if isinstance(self.exchanger, UpdateExchanger):  # before FSDP2's collectives wait for a rank that has failed
+        if self.exchanger is not None:  # before FSDP2's collectives wait for a rank that has failed
             self.exchanger.raise_known_failure()
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(self.exchanger, UpdateExchanger):  # FSDP2's collectives say that a rank has ended, but not why
+        if self.exchanger is not None:  # FSDP2's collectives say that a rank has ended, but not why
             self.exchanger.fail_in_model(exception)
         super().on_exception(exception)
 
@@ -126,7 +130,12 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self._exchanger is not None and self.exchanger is not None:  # otherwise weights for validation, for example
-            assert self.model is not None
-            self._load_replica(checkpoint_path, checkpoint.get(sidecars.KEY), self.model, self._exchanger)
+        if self.exchanger is not None:  # otherwise weights for validation, for example
+            self._load_residuals(checkpoint.get(sidecars.KEY), checkpoint, checkpoint_path)
         return checkpoint
+
+    def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:
+        """Load the state in which replicas differ; `info` is the checkpoint's entry about it, if it has one."""
+        if self._exchanger is not None:
+            assert self.model is not None
+            self._load_replica(path, info, self.model, self._exchanger)

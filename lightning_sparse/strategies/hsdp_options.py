@@ -25,7 +25,7 @@ from lightning_sparse.hooks import UpdateExchanger, agree, report_errors_to_peer
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
 from lightning_sparse.replica_checkpoint import load_state, read_replica, together
-from lightning_sparse.shards import average_gradients, local, reshard, unsharded
+from lightning_sparse.shards import average_gradients, keep_gradients, local, reshard, unsharded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -205,6 +205,11 @@ class HSDPOptions:
         return {"num_replicas": replicas * shards, "rank": replica * shards + shard}
 
     @property
+    def _group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model in different replicas."""
+        return self.device_mesh["replicate"].get_group()  # type: ignore[no-any-return]
+
+    @property
     def _replica(self) -> int:
         return int(self.device_mesh.get_local_rank("replicate"))
 
@@ -233,12 +238,14 @@ class HSDPOptions:
         Raises:
             ValueError: the model is not sharded over the mesh of one replica.
         """
-        options, group = self._options, self.device_mesh["replicate"].get_group()
+        options, group = self._options, self._group
         with report_errors_to_peers():
             reshard(model)
             self._check_sharded(model)
             if self._is_dense:
                 average_gradients(model, group)
+            else:
+                keep_gradients(model)  # an earlier exchange of this model may have averaged them
         self._agree_on("gradient" if self._is_dense else "update", options.method, model, optimizers)
         if self._is_dense:
             tensors = [local(x).detach() for x in (*model.parameters(), *model.buffers())]

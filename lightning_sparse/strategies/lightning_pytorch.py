@@ -6,6 +6,7 @@ from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_sparse.strategies.auto import AutoDDP
+from lightning_sparse.strategies.auto_hsdp import AutoHSDP
 from lightning_sparse.strategies.fabric import FabricSparseDDP
 from lightning_sparse.strategies.fabric_hsdp import FabricSparseHSDP
 from lightning_sparse.strategies.hsdp import SparseHSDP
@@ -33,6 +34,13 @@ class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy):  # type: ignore[mis
     _namespace = "lightning.pytorch"
 
 
+class AutoHSDPStrategy(AutoHSDP, SparseHSDP, ModelParallelStrategy):  # type: ignore[misc]
+    """`AutoHSDP` for this namespace."""
+
+    __doc__ = AutoHSDP.__doc__
+    _namespace = "lightning.pytorch"
+
+
 class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):  # type: ignore[misc]
     """`FabricSparseDDP` for this namespace."""
 
@@ -50,5 +58,6 @@ class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy):  
 SparseDDPStrategy.register_strategies(StrategyRegistry)
 AutoDDPStrategy.register_strategies(StrategyRegistry)
 SparseHSDPStrategy.register_strategies(StrategyRegistry)
+AutoHSDPStrategy.register_strategies(StrategyRegistry)
 FabricSparseDDPStrategy.register_strategies(STRATEGY_REGISTRY)
 FabricSparseHSDPStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -1,7 +1,7 @@
 """`auto_ddp` beside stock `ddp`: switches lose nothing, ranks stay equal, and the choice is resumed."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +16,12 @@ from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.strategies.auto import KEY
-from lightning_sparse.strategies.tuner import Numbers, Tuner
+from tests.integration.planned import follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
 STEPS = 24
-
-
-class Planned(Tuner):
-    """Trains each candidate of a plan for six steps, whatever they take."""
-
-    plan: Sequence[str] = ()
-
-    def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
-        super().__init__(links, current if settled else self.plan[0], settled=settled)
-        self.steps = 0
-
-    def note(self, numbers: Numbers) -> bool:
-        assert numbers.seconds > 0
-        self.steps += 1
-        self._window = [numbers]
-        return self.steps % 6 == 0 and not self.is_settled
-
-    def decide(self, slowest: Numbers, speed_up: float = 1.0) -> bool:
-        self.times[self.current] = slowest
-        self.current = self.plan[min(self.steps // 6, len(self.plan) - 1)]
-        self.is_settled = self.steps // 6 >= len(self.plan) - 1
-        return False
 
 
 class Watch(pl.Callback):
@@ -61,11 +39,8 @@ class Watch(pl.Callback):
             self.sent.append(trainer.strategy.reducer.comm.sent_bytes)
 
 
-def auto(plan: Sequence[str], monkeypatch: Any = None, **options: Any) -> AutoDDPStrategy:
-    from lightning_sparse.strategies import auto as module
-
-    Planned.plan = plan
-    module.Tuner = Planned if plan else Tuner  # type: ignore[misc]
+def auto(plan: Sequence[str], **options: Any) -> AutoDDPStrategy:
+    follow(plan)
     return AutoDDPStrategy(process_group_backend="gloo", **options)
 
 

@@ -1,0 +1,103 @@
+"""The strategy that chooses the exchange between replicas of a sharded model by measuring while it trains.
+
+    Trainer(strategy="auto_hsdp", num_nodes=2, devices=8)  # two replicas, each sharded over the devices of a node
+
+Replicas average gradients, as with dense_hsdp, or exchange updates, as with topk_hsdp. `auto` has the choice.
+"""
+
+# Lightning's strategy and ours are the next bases:
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning_sparse._compat import backend_name
+from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.hooks.stock import count_shards
+from lightning_sparse.strategies.auto import KEY, NEXT_STEP, TOPK, AutoStrategy, StockTraining, updates
+from lightning_sparse.strategies.strategy_options import StrategyOptions
+from lightning_sparse.trained import SHARDED, TRAINED
+
+
+class AutoHSDP(AutoStrategy):
+    """Trains replicas of a model that FSDP2 shards, and measures how replicas exchange fastest.
+
+    Replicas average gradients, or exchange a small part of each optimizer update. Training begins with averages on a
+    fast link between replicas, and with updates on a slow one. It decides within a hundred steps, and looks again every
+    hundred steps.
+
+    Args:
+        replicas: number of replicas; "auto" is the number of nodes. The other ranks shard each replica.
+        tensor_parallel_size: number of ranks in the mesh dimension "tensor_parallel" of each replica.
+        broadcast_buffers: whether buffers are broadcast from the first replica after each exchange of updates.
+        save_distributed_checkpoint: see Lightning's ModelParallelStrategy. False writes one file with all weights,
+            without residuals.
+        **kwargs: `seed`, and the further options of Lightning's ModelParallelStrategy: `process_group_backend` and
+            `timeout`.
+
+    Raises:
+        ValueError: an option of a method, which this strategy chooses itself.
+    """
+
+    _class_name, _kind, _stock = "AutoHSDPStrategy", "hsdp", "dense"
+    _chosen = (*AutoStrategy._chosen, "bucket_cap_mb")
+
+    def __init__(
+        self,
+        *,
+        replicas: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        broadcast_buffers: bool = False,
+        save_distributed_checkpoint: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            broadcast_buffers=broadcast_buffers,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            **kwargs,
+        )
+
+    def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
+        if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
+            return {}
+        most = SHARDED if self.world_size > ranks else TRAINED["adamw"][TOPK]
+        found = updates(base, trainer, ranks, most)
+        if backend_name(self._group, self.root_device) == "nccl":  # it would run beside the collectives of FSDP2
+            found.pop(NEXT_STEP, None)
+        return found
+
+    def _use_stock(self, name: str, trainer: Any) -> None:
+        reducer = self._auto.reducer_options
+        self._options = StrategyOptions("dense", None, {}, reducer, exchange="update", overlap="none")
+        self._reducer = self._exchanger = None
+        self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
+        stock = count_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
+        training = StockTraining(stock, self.optimizers)
+        training.note = self._note
+        self._begin_fit(trainer, training, "")
+
+    def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:
+        # Lightning loads a sharded model after the exchange has begun.
+        before, has_residuals = self.choice, info is not None and "replicas" in info
+        self._auto.resumed, self._auto.has_residuals = checkpoint.get(KEY, ""), has_residuals
+        self._auto.choose_first()
+        if self.choice != before:
+            self._replace(self.lightning_module.trainer)
+        elif self.global_rank == 0:
+            self.inform(f"It begins with {self.choice}, chosen by {self._auto.reason}.")
+        if has_residuals and isinstance(self._training, StockTraining):
+            self._warn_of_lost_residuals(path)
+        else:
+            super()._load_residuals(info, checkpoint, path)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Add the strategy's name."""
+        description = "FSDP2 within replicas, which average gradients or exchange updates: what is faster."
+        if "auto_hsdp" not in strategy_registry:
+            strategy_registry.register("auto_hsdp", cls, description=description)
