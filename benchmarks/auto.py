@@ -1,6 +1,7 @@
 """Times the steps of `auto_ddp` beside its candidates as fixed strategies, over links of several rates.
 
     sudo python -m benchmarks.auto
+    sudo python -m benchmarks.auto --sharded  # `auto_hsdp` on two nodes of two ranks
 
 Workers train a paced model with AdamW: forward and backward sleep for the time that a GPU would take, and the rest is
 real. So the processors, which workers share, do little, and times vary little. A round trains with each strategy in
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.harness import results
 from benchmarks.harness.launch import check_weights, gather, run_ranks, write
@@ -29,7 +31,7 @@ from benchmarks.harness.lightning import as_if_by_torchrun, bare_trainer
 from benchmarks.harness.results import Row
 from benchmarks.harness.shaped_links import shape
 from benchmarks.harness.workloads import Paced, real_gradients
-from lightning_sparse import AutoDDPStrategy, SparseDDPStrategy
+from lightning_sparse import AutoDDPStrategy, AutoHSDPStrategy, SparseDDPStrategy, SparseHSDPStrategy
 
 
 class InBfloat16(pl.strategies.DDPStrategy):
@@ -49,6 +51,14 @@ STRATEGIES: dict[str, Any] = {
     "int4": functools.partial(SparseDDPStrategy, "int4"),
     "auto": AutoDDPStrategy,
 }
+REPLICAS = "two replicas of two shards"
+SHARDED: dict[str, Any] = {
+    "dense": functools.partial(SparseHSDPStrategy, "dense", replicas=2),
+    "topk": functools.partial(SparseHSDPStrategy, "topk", replicas=2),
+    "topk, next step": functools.partial(SparseHSDPStrategy, "topk", replicas=2, overlap="next_step"),
+    "auto": functools.partial(AutoHSDPStrategy, replicas=2),
+}
+"""Strategies of the event `REPLICAS`. Each replica is a node of two ranks."""
 MODELS = {0.02: (64, 0.03), 0.3: (256, 0.03), 5: (1024, 0.06), 25: (2304, 0.15)}
 """By million parameters: the width of four square layers, and seconds of forward and backward."""
 RATES = ("50mbit", "1gbit", "50mbit 50ms", "1gbit 50ms", "loopback")
@@ -106,6 +116,25 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-4)
 
 
+class Shards(pl.LightningModule):
+    """Six square layers, sharded over the ranks of a replica. Each step also sleeps."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.layers = nn.Sequential(*(nn.Linear(384, 384) for _ in range(6)))
+            for module in (*self.layers, self.layers):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        time.sleep(0.03)
+        inputs = torch.randn(8, 384, generator=torch.Generator().manual_seed(int(batch) + 1000 * self.global_rank))
+        loss: Tensor = self.layers(inputs).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-4)
+
+
 class Times(pl.Callback):
     """Changes the link at a step, and records the seconds from batch to batch and the candidate of `auto_ddp`."""
 
@@ -117,7 +146,7 @@ class Times(pl.Callback):
         self.ends.append(time.perf_counter())
         if self.new_rate and len(self.ends) == self.at:
             change_link(self.new_rate)
-        if isinstance(trainer.strategy, AutoDDPStrategy):
+        if isinstance(trainer.strategy, AutoDDPStrategy | AutoHSDPStrategy):
             self.choice = trainer.strategy.choice
         timed = len(self.ends) - 1 - self.leave_out
         if timed >= LEAST:
@@ -132,10 +161,16 @@ def change_link(rate: str) -> None:
 
 def work(job: Row) -> None:
     """Train with all strategies on this rank, in several rounds."""
-    rank = as_if_by_torchrun()
+    rank, case = as_if_by_torchrun(), Case(*(job[field] for field in Case._fields))
+    strategies = strategies_of(case)
     for number in range(ROUNDS):
-        for name in [*STRATEGIES] if number % 2 else [*reversed(STRATEGIES)]:
-            write(job["out"], strategy=name, **train(name, Case(*(job[field] for field in Case._fields)), rank))
+        for name in [*strategies] if number % 2 else [*reversed(strategies)]:
+            write(job["out"], strategy=name, **train(name, case, rank))
+
+
+def strategies_of(case: Case) -> dict[str, Any]:
+    """Return the strategies of a case by name, stock training first."""
+    return SHARDED if case.event == REPLICAS else STRATEGIES
 
 
 def train(name: str, case: Case, rank: int) -> Row:
@@ -144,11 +179,12 @@ def train(name: str, case: Case, rank: int) -> Row:
     old, new = (case.event.split()[0], case.event.split()[-1]) if "bit" in case.event else ("", "")
     leave_out = begun + (NOTICED if name == "auto" else 3) if new else begun
     leave_out = max(leave_out, 25) if case.event == "slow first steps" else leave_out
-    times, model = Times(leave_out, new, begun), Model(case.million, case.event, rank)
+    times, is_sharded = Times(leave_out, new, begun), case.event == REPLICAS
+    model = Shards() if is_sharded else Model(case.million, case.event, rank)
     if old:
         change_link(old)
     options = {} if name.startswith("ddp") else {"process_group_backend": "gloo"}
-    trainer = bare_trainer(STRATEGIES[name](**options), [times])
+    trainer = bare_trainer(strategies_of(case)[name](**options), [times])
     trainer.fit(model, torch.utils.data.DataLoader(torch.arange(2000), batch_size=None))  # type: ignore[arg-type]
     check_weights(model)
     seconds = [b - a for a, b in itertools.pairwise(times.ends[times.leave_out :])]
@@ -158,8 +194,10 @@ def train(name: str, case: Case, rank: int) -> Row:
 
 def measure(case: Case) -> list[Row]:
     """Measure all strategies over a link; return rows of the CSV file."""
-    records, _ = run_ranks("benchmarks.auto", case._asdict(), case.workers, case.rate)
-    found = {name: [each for each in records if each["strategy"] == name] for name in STRATEGIES}
+    per_host = 2 if case.event == REPLICAS else 1
+    records, _ = run_ranks("benchmarks.auto", case._asdict(), case.workers, case.rate, per_host)
+    stock, *_ = names = [*strategies_of(case)]
+    found = {name: [each for each in records if each["strategy"] == name] for name in names}
     middle = {name: statistics.median(each["ms"] for each in runs) for name, runs in found.items()}
     least = {name: min(each["ms"] for each in runs) for name, runs in found.items()}
     best, fastest = (min(ms for name, ms in each.items() if name != "auto") for each in (middle, least))
@@ -167,9 +205,9 @@ def measure(case: Case) -> list[Row]:
     for name, runs in found.items():
         ms = [each["ms"] for each in runs]
         row = {"strategy": name, "ms": middle[name], "ms_min": least[name], "ms_max": max(ms)}
-        row |= {"to_best": middle[name] / best, "to_ddp": middle[name] / middle["ddp"]}
+        row |= {"to_best": middle[name] / best, "to_ddp": middle[name] / middle[stock]}
         # Other programs only slow a round down.
-        row |= {"min_to_best": least[name] / fastest, "min_to_ddp": least[name] / least["ddp"]}
+        row |= {"min_to_best": least[name] / fastest, "min_to_ddp": least[name] / least[stock]}
         row |= {"choice": " or ".join(dict.fromkeys(each["choice"] for each in runs if each["choice"]))}
         rows.append({**row, "rounds": ROUNDS})
     print(pd.DataFrame(rows).to_string())
@@ -181,7 +219,10 @@ if __name__ == "__main__":
     parser.add_argument("--rates", nargs="*", default=RATES)
     parser.add_argument("--million", type=float, nargs="+", default=[*MODELS])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sharded", action="store_true", help="time `auto_hsdp` and its candidates")
     args = parser.parse_args()
-    path = args.out / "auto.csv"
-    runs = cases(args.rates, args.million, args.workers)
+    if args.sharded:
+        path, runs = args.out / "auto_hsdp.csv", [Case(rate, 0.9, 4, REPLICAS) for rate in ("50mbit", "1gbit")]
+    else:
+        path, runs = args.out / "auto.csv", cases(args.rates, args.million, args.workers)
     results.save_each(path, results.missing(results.load(path), runs), measure, digits=4)

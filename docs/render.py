@@ -560,14 +560,11 @@ def fewer_bytes() -> str:
     for _, runs in found.groupby(["method", "density"]):
         best = runs.loc[runs.val_loss.idxmin()]
         name, _, interval = best.method.partition(", every ")
-        if name in LOCAL:
-            name = f"{name}, every {interval or LOCAL[name]} steps"
-        else:
-            name = f"topk, density {best.density:g}"
+        own = f"every {interval or LOCAL[name]} steps" if name in LOCAL else f"density {best.density:g}"
         share = 100 * best.sent_bytes_per_worker / dense.sent_bytes_per_worker
         rates = ", ".join(f"{rate:g}" for rate in sorted(runs.lr))
         above = f"{100 * (best.val_loss / dense.val_loss - 1):+.1f} %"
-        rows.append((share, [name, digits(share, 2), f"{best.lr:g} of {rates}", f"{best.val_loss:.3f}", above]))
+        rows.append((share, [f"{name.split()[0]}, {own}", digits(share, 2), f"{best.lr:g} of {rates}", f"{best.val_loss:.3f}", above]))
     heads = ["", "% of dense bytes", "rate", "loss after 1,000 steps", "against `ddp`"]
     return table(heads, [row for _, row in sorted(rows, reverse=True)])
 
@@ -605,9 +602,9 @@ def frontier_seconds() -> str:
 FORMATS = ["float32", "int4", "int2"]
 
 
-def auto() -> str:
+def auto(file: str = "auto") -> str:
     """Milliseconds of a step of `auto_ddp` and of its candidates: medians of the rounds, and its range."""
-    found = read("auto")
+    found = read(file)
     names = [name for name in dict.fromkeys(found.strategy) if name != "auto"]
     rows = []
     for case, runs in found.groupby(AUTO_CASE, sort=False):
@@ -1297,6 +1294,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewer-bytes": fewer_bytes,
     "frontier": frontier,
     "auto": auto,
+    "auto-hsdp": partial(auto, "auto_hsdp"),
     "auto-worst": auto_worst,
     "sharded": sharded,
     "sharded-memory": sharded_memory,

@@ -276,7 +276,8 @@ class HSDPOptions:
         """A sentence about the mesh, for the summary."""
         replicas = self.device_mesh.shape[0]
         ranks = self.world_size // replicas
-        return f" {replicas} replicas of {ranks} ranks each; numbers are of the first rank's shards."
+        parts = f"{replicas} replicas of {ranks} ranks each" if replicas > 1 else f"One replica of {ranks} ranks"
+        return f" {parts}; numbers are of the first rank's shards."
 
     # Checkpoints:
 

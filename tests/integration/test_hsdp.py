@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import ModelParallelStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
@@ -175,13 +176,18 @@ def to_and_from_stock(rank: int, folder: str) -> Any:
     run.save_checkpoint(stock)
     _, run = fitted(hsdp(), max_steps=2, path=stock)
     moments = [state["exp_avg"].full_tensor() for state in run.optimizers[0].state.values()]
-    return all(torch.equal(unchanged[0][n], unchanged[1][n]) for n in unchanged[0]), float(moments[0].abs().sum())
+    same = all(torch.equal(unchanged[0][n], unchanged[1][n]) for n in unchanged[0])
+    return same, float(moments[0].abs().sum()), unchanged[1]
 
 
-def test_stock_loads_our_checkpoints_and_we_load_stocks(tmp_path):
-    for equal, moments in lightning_ranks(4, to_and_from_stock, str(tmp_path)):
+def test_stock_loads_our_checkpoints_and_we_load_stocks_and_torch_exports_ours(tmp_path):
+    for equal, moments, weights in lightning_ranks(4, to_and_from_stock, str(tmp_path)):
         assert equal
         assert moments > 0
+    dcp_to_torch_save(tmp_path / "ours.ckpt", tmp_path / "weights.pt")
+    exported = torch.load(tmp_path / "weights.pt")["state_dict"]
+    assert {*exported} == {f"net.{name}" for name in weights}
+    assert all(torch.equal(exported[f"net.{name}"], x) for name, x in weights.items())
 
 
 def to_and_from_ddp(rank: int, folder: str) -> Any:
