@@ -553,18 +553,20 @@ def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
 
 def fewer_bytes() -> str:
     """TopUp, SparseLoCo and DiLoCo with two workers by bytes, each at the best of its rates; one seed."""
-    trained = read("language").query("optimizer == 'adamw' and workers == 2 and seed == 0 and step == 1000")
+    trained = read("language").query("optimizer == 'adamw' and workers <= 2 and seed == 0 and step == 1000")
     dense = trained.query("part == 'final' and method == 'ddp'").sort_values("val_loss").iloc[0]
-    found = trained[trained.method.str.contains("by default|loco") & (trained.method != GAUSSIANK)]
+    chosen = trained.method.str.contains("by default|loco") & (trained.method != GAUSSIANK)
     rows = []
-    for _, runs in found.groupby(["method", "density"]):
+    for _, runs in trained[chosen | (trained.workers == 1)].groupby(["method", "density"]):
         best = runs.loc[runs.val_loss.idxmin()]
         name, _, interval = best.method.partition(", every ")
         own = f"every {interval or LOCAL[name]} steps" if name in LOCAL else f"density {best.density:g}"
+        name = "one worker alone" if best.workers == 1 else f"{name.split()[0]}, {own}"
         share = 100 * best.sent_bytes_per_worker / dense.sent_bytes_per_worker
         rates = ", ".join(f"{rate:g}" for rate in sorted(runs.lr))
         above = f"{100 * (best.val_loss / dense.val_loss - 1):+.1f} %"
-        rows.append((share, [f"{name.split()[0]}, {own}", digits(share, 2), f"{best.lr:g} of {rates}", f"{best.val_loss:.3f}", above]))
+        cells = digits(share, 2), f"{best.lr:g} of {rates}", f"{best.val_loss:.3f}", above
+        rows.append((share, [name, *cells]))
     heads = ["", "% of dense bytes", "rate", "loss after 1,000 steps", "against `ddp`"]
     return table(heads, [row for _, row in sorted(rows, reverse=True)])
 
