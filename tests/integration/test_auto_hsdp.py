@@ -312,10 +312,14 @@ def beside_another(rank: int, name: str, event: str) -> tuple[str, float]:
     events = {
         "killed": lambda loss: os.kill(os.getpid(), signal.SIGKILL),
         "fails": lambda loss: exec("raise ValueError('an error of the loop')"),
+        "told": lambda loss: (os.kill(os.getpid(), signal.SIGTERM), loss)[1],
     }
     if rank == 3:
         module.hooks = {9: events[event]}
-    error = attempt(lambda: watched(auto(["dense", name], timeout=timedelta(seconds=9)), module))
+    try:
+        error = attempt(lambda: watched(auto(["dense", name], timeout=timedelta(seconds=9)), module))
+    except SystemExit as ended:  # Lightning's, after SIGTERM
+        error = str(ended)
     seconds = time.monotonic() - started
     if rank == 3:
         time.sleep(20)  # its process stays, so no connection ends
@@ -329,6 +333,7 @@ def beside_another(rank: int, name: str, event: str) -> tuple[str, float]:
         ("dense", "killed", "No answer from rank 3"),
         ("dense", "fails", "Rank 3 failed at step 9: ValueError: an error of the loop"),
         ("topk", "fails", "Rank 3 failed at step 9: ValueError: an error of the loop"),
+        ("dense", "told", "Rank 3 was told to end"),
     ],
 )
 def test_a_rank_that_fails_is_named_on_the_others(name, event, cause):
