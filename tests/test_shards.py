@@ -1,5 +1,6 @@
 """Shards of replicas: their places in parameters, their states, and the agreement of ranks that form several groups."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -200,3 +201,31 @@ def test_a_silent_rank_of_another_part_is_named():
         answers = pool.submit(lambda: [(time.sleep(0.1), peers[0].respond(), peers[1].respond()) for _ in range(10)])
         assert "No answer from rank 3" in peers[2].diagnose(None)
         answers.result()
+
+
+@full
+def test_a_rank_that_hangs_is_named_in_all_parts():
+    """Rank 3 hangs, rank 1 waits for it in their exchange, rank 2 in a collective of the model, and rank 0 for rank 2.
+
+    While no other rank has timed out, a rank in a collective of the model does not know which rank it waits for.
+    """
+    peers = peers_of(dist.HashStore())
+
+    def diagnosed(calls: dict[int, int | None], answering: list[Peers]) -> list[str]:
+        def answer() -> None:
+            while not ended.wait(0.02):
+                for each in answering:
+                    each.respond()
+
+        ended = threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            pool.submit(answer)
+            found = [pool.submit(peers[number].diagnose, value) for number, value in calls.items()]
+            texts = [each.result() for each in found]
+            ended.set()
+        return texts
+
+    for text in diagnosed({0: 1, 1: 1, 2: None}, peers[3:]):
+        assert text.startswith("Still running, but not taking part: rank 3")
+    peers = peers_of(dist.HashStore())
+    assert diagnosed({2: None}, [peers[0], peers[1], peers[3]]) == [""]
