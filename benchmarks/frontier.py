@@ -153,6 +153,7 @@ class Idea(NamedTuple):
     memory: Residual = Residual()
     flush: int = 0  # number of steps after which all entries are sent; 0: never
     bf16: bool = False  # weights and optimizer states are bf16
+    sequences: int = BATCH_SIZE  # of a rank in each step
     sgd: bool = False  # exchange gradients of SGD with momentum instead of AdamW's updates
 
 
@@ -167,6 +168,8 @@ IDEAS: dict[str, Idea | None] = {
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
+    "2-bit values, warm-up, batches of 64": Idea(warmup=WARMED, sequences=64),
+    "2-bit values, warm-up, batches of 64, √P": Idea(warmup=WARMED, sequences=64, variant=ROOT),
     "2-bit values, warm-up, payout by the change": None,
     "2-bit values, warm-up, bf16 weights": Idea(warmup=WARMED, bf16=True),
     "2-bit values, warm-up, bf16 weights, payout by the change": None,
@@ -240,6 +243,7 @@ TRIED = [
             0.001,
             ["2-bit values, warm-up", "residual shrinks with the rate, 2-bit values, warm-up"],
         ),
+        (4, 300, 0.004, [0], 0.003, [f"2-bit values, warm-up, batches of 64{what}" for what in ("", ", √P")]),
         (8, 300, 0.002, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (
@@ -299,7 +303,7 @@ def train(run: Run, data: Data) -> list[Row]:
         params = model.parameters()
         optimizer = torch.optim.SGD(params, run.lr, momentum=0.9) if idea.sgd else torch.optim.AdamW(params, run.lr)
         wrapped: Wrapped = attach_thread(model, [optimizer], made, comm, updates=trial, kind=kind, **warmup)
-        return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=BATCH_SIZE, steps=STEPS)
+        return Trainee(model, wrapped, optimizer, data, comm, seed=run.seed, batch_size=idea.sequences, steps=STEPS)
 
     dtype = torch.bfloat16 if idea.bf16 else torch.float32
     return train_threads(lambda: GPT(context=LENGTH).to(dtype), trainee, run.workers, run.seed, run.steps, EVERY)
