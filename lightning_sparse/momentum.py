@@ -24,6 +24,7 @@ of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,9 +205,10 @@ class SegmentMoments:
         return to_device(numbers, self._device)
 
     def _steps(self, indices: Sequence[int]) -> Tensor:
-        """Return the step counts of some parameters of a group, 1-D."""
+        """Return the step counts of some parameters of a group, 1-D: infinity if the optimizer keeps no count."""
         group = self._groups[indices[0]]
-        steps = _stack_scalars([self._states[index].get("step", 0) for index in indices])
+        of_group = group.get("step", math.inf)  # the place of Apex, DeepSpeed and pytorch-optimizer
+        steps = _stack_scalars([self._states[index].get("step", of_group) for index in indices])
         numbers = group.get("lr"), *group.get("betas", ())
         return to_device(steps, self._device) if any(map(_on_device, numbers)) else steps
 
@@ -259,9 +261,12 @@ def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _correction(beta: Any, steps: Tensor) -> Tensor:
-    """Return 1 − βᵗ, but a tiny number before the first step, which a scaler may make a fused optimizer skip."""
+    """Return 1 − βᵗ, but a tiny number before the first step, which a scaler may make a fused optimizer skip.
+
+    Its square must not be 0 in fp32.
+    """
     correction: Tensor = 1 - beta**steps
-    return correction.clamp(min=1e-30)
+    return correction.clamp(min=1e-15)
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:
@@ -269,11 +274,11 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
     kinds = type(optimizer).__mro__
     known = next((MOMENTS[kind] for kind in kinds if kind in MOMENTS), None)
     # The state alone is not enough: Ranger and SOAP have moments with Adam's names, but other rules also change their
-    # weights. A payout of these changes amplifies itself, and training diverges. The three names below were measured:
-    # their training gains by the payout.
-    is_adam = any(name in kind.__name__.lower() for kind in kinds for name in ("adam", "lamb", "adopt"))
-    if known is None and is_adam and all(_has_betas(group) for group in optimizer.param_groups):
-        return ADAM_LIKE
+    # weights. A payout of these changes amplifies itself, and training diverges. The names below were measured: their
+    # training gains by the payout.
+    if known is None and all(_has_betas(group) for group in optimizer.param_groups):
+        names = [kind.__name__.lower() for kind in kinds]
+        known = next((LIKE[part] for part in LIKE if any(part in name for name in names)), None)
     return known
 
 
@@ -324,4 +329,6 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 }
 """Class of an optimizer to its moments; subclasses count as their base class. Fused forms have the same state."""
 ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
-"""Optimizers of other packages with betas, and with adam, lamb or adopt in their names; see `Moments.is_guessed`."""
+LIKE = {"adam": ADAM_LIKE, "lamb": ADAM_LIKE, "adopt": Moments("exp_avg", _beta, is_guessed=True)}
+"""Part of a name to the moments of optimizers of other packages with betas; see `Moments.is_guessed`. ADOPT divides a
+gradient before it enters the first moment, so its moments do not show the part of noise."""

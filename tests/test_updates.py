@@ -20,7 +20,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.kernels.payout import add_with_payout_
 from lightning_sparse.layout import Layout
 from lightning_sparse.methods import resolve_updates
-from lightning_sparse.momentum import ADAM_LIKE, SegmentMoments, moments_of
+from lightning_sparse.momentum import ADAM_LIKE, LIKE, SegmentMoments, moments_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -29,6 +29,7 @@ from tests.support.update_training import (
     ADAMW,
     OPTIMIZERS,
     SGD,
+    CountsInGroups,
     Net,
     OthersAdam,
     flat,
@@ -311,8 +312,8 @@ def test_a_payout_that_is_not_sent_stays_in_the_moment():
         assert torch.equal(after[~sent], before[~sent])
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_adam_by_others_is_exchanged_as_torchs(delayed):
+@pytest.mark.parametrize(("delayed", "others"), [(False, OthersAdam), (True, OthersAdam), (False, CountsInGroups)])
+def test_adam_by_others_is_exchanged_as_torchs(delayed, others):
     """Only the names in the state of other packages' Adam are known. Yet the payout and the factor are the same."""
 
     def rank(comm: Comm, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,7 +336,7 @@ def test_adam_by_others_is_exchanged_as_torchs(delayed):
         updates.complete()
         return weights(net), residual(reducer), flat(optimizer.state[x]["exp_avg"] for x in net.parameters()) == 0
 
-    of_others, of_torch = (simulate(3, partial(rank, kind=kind)) for kind in (OthersAdam, torch.optim.Adam))
+    of_others, of_torch = (simulate(3, partial(rank, kind=kind)) for kind in (others, torch.optim.Adam))
     for found, expected in zip(of_others, of_torch, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -367,10 +368,8 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
 @pytest.mark.parametrize(
     ("name", "is_adam"),
     [
-        *(
-            (name, True)
-            for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB", "ADOPT")
-        ),
+        *((name, True) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
+        ("ADOPT", False),  # its momentum is paid out, but its moments do not show the noise
         *((name, False) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
     ],
 )
@@ -381,7 +380,7 @@ def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, is_adam):
         torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "betas": (0.9, 0.999)})
 
     optimizer = type(name, (torch.optim.Optimizer,), {"__init__": init})([torch.ones(1)])
-    assert moments_of(optimizer) is (ADAM_LIKE if is_adam else None)
+    assert moments_of(optimizer) is (ADAM_LIKE if is_adam else LIKE["adopt"] if name == "ADOPT" else None)
 
 
 class Elsewhere(OthersAdam):
@@ -755,3 +754,14 @@ def test_what_a_module_changes_of_frozen_parameters_itself_is_left_alone(name, e
     results = simulate(2, rank)
     assert all(all(alone) for alone, _ in results)
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_factors_before_the_first_step_are_finite():
+    """A scaler may make a fused optimizer skip its first step. Then its moments are zero, or one of them is."""
+    segment = Layout.of({"w": (4,)}, "model").segments[0]
+    group = {"betas": (0.9, 0.999), "lr": 0.1, "weight_decay": 0.0}
+    for second, factor in ((torch.ones(4), 2.0), (torch.zeros(4), 2.0)):
+        state = {"exp_avg": torch.zeros(4), "exp_avg_sq": second, "step": 0}
+        moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
+        factors, _ = moments.rescaling(4)
+        assert factors.tolist() == [factor]

@@ -41,6 +41,18 @@ class OthersAdam(torch.optim.Optimizer):
                 param.addcdiv_(first, divisor, value=-group["lr"] / (1 - beta1**step))
 
 
+class CountsInGroups(OthersAdam):
+    """Counts steps in its parameter groups, as Apex's FusedAdam and pytorch-optimizer do."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = group.get("step", 0)
+        super().step()
+        for group in self.param_groups:
+            group["step"] = max(self.state[param].pop("step") for param in group["params"])
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: SGD(params, 0.1),
     "momentum": lambda params: SGD(params, 0.1, momentum=0.9),
