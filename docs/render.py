@@ -576,12 +576,13 @@ def frontier() -> str:
     rows = []
     runs = summary(read("frontier"))
     for (workers, steps), group in runs.groupby(["workers", "steps"]):
-        for (idea, density), seeds in group.sort_values("val_loss").groupby(["variant", "density"], sort=False):
+        by_rate = group.sort_values("val_loss").groupby(["variant", "density", "lr"], sort=False)
+        for (idea, density, rate), seeds in by_rate:
             reached = seeds.steps_to_target
             rows.append(
                 [
                     f"{workers}, {steps}",
-                    idea,
+                    idea if rate != 0.004 else f"{idea}, rate 0.004",
                     digits(density),
                     "–" if reached.isna().any() else mean_and_range(list(reached), 0),
                     mean_and_range(list(seeds.val_loss), 3),
