@@ -369,7 +369,7 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
     ("name", "is_adam"),
     [
         *((name, True) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
-        ("ADOPT", False),  # its momentum is paid out, but its moments do not show the noise
+        ("ADOPT", False),  # momentum payout alone
         *((name, False) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
     ],
 )
