@@ -136,7 +136,7 @@ class Shards(pl.LightningModule):
 
 
 class Times(pl.Callback):
-    """Changes the link at a step, and records the seconds from batch to batch and the candidate of `auto_ddp`."""
+    """Changes the link at a step, and records the seconds from batch to batch and the chosen candidate."""
 
     def __init__(self, leave_out: int, new_rate: str = "", at: int = 0) -> None:
         self.leave_out, self.new_rate, self.at = leave_out, new_rate, at

@@ -243,7 +243,7 @@ TRIED = [
             0.001,
             ["2-bit values, warm-up", "residual shrinks with the rate, 2-bit values, warm-up"],
         ),
-        (4, 300, 0.004, [0], 0.003, [f"2-bit values, warm-up, batches of 64{what}" for what in ("", ", √P")]),
+        (4, 300, 0.004, [0], 0.003, [f"2-bit values, warm-up, batches of 64{root}" for root in ("", ", √P")]),
         (8, 300, 0.002, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (

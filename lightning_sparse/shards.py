@@ -169,7 +169,7 @@ def unsharded(model: nn.Module, ranks: Collection[int]) -> str:
 def groups_of(optimizers: Iterable[Optimizer]) -> set[dist.ProcessGroup]:
     """Return the process groups over which parameters of optimizers are sharded.
 
-    FSDP2 replaces parameters of a model by gathered ones for a while, but not those of an optimizer.
+    FSDP2 sometimes replaces a model's parameters by gathered ones. An optimizer keeps its own.
     """
     params: list[Any] = [param for each in optimizers for group in each.param_groups for param in group["params"]]
     return {group for mesh in {x.device_mesh for x in params if is_sharded(x)} for group in mesh.get_all_groups()}

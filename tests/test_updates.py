@@ -366,21 +366,21 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
 
 
 @pytest.mark.parametrize(
-    ("name", "is_adam"),
+    ("name", "moments"),
     [
-        *((name, True) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
-        ("ADOPT", False),  # momentum payout alone
-        *((name, False) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
+        *((name, ADAM_LIKE) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
+        ("ADOPT", LIKE["adopt"]),  # momentum payout alone
+        *((name, None) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
     ],
 )
-def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, is_adam):
+def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, moments):
     """Ranger and SOAP have moments with Adam's names. With Adam's momentum payout they diverged."""
 
     def init(self, params):
         torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "betas": (0.9, 0.999)})
 
     optimizer = type(name, (torch.optim.Optimizer,), {"__init__": init})([torch.ones(1)])
-    assert moments_of(optimizer) is (ADAM_LIKE if is_adam else LIKE["adopt"] if name == "ADOPT" else None)
+    assert moments_of(optimizer) is moments
 
 
 class Elsewhere(OthersAdam):

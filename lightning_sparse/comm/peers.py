@@ -118,9 +118,10 @@ class Peers:
                 f"pass. Look at the end of the output there."
             )
         if calls is None:
-            if reported := self.reported():  # meanwhile
+            reported = self.reported()  # meanwhile
+            if reported or len(running) in (0, len(self.ranks) - 1):
                 return reported
-            absent = running if len(running) < len(self.ranks) - 1 else []
+            absent = running
         else:  # ranks of other parts may be busy elsewhere
             absent = [rank for rank in running if rank in self.part] or running
         if absent:
@@ -128,8 +129,6 @@ class Peers:
                 f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout; "
                 f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
-        if calls is None:
-            return ""
         return (
             "All ranks have this error: look for an interruption of the network, or for ranks that wait for each other "
             "in different places, such as one that resumes and one that does not."

@@ -36,9 +36,10 @@ class ProcessGroupComm(Comm):
 
     Args:
         group: the process group; None selects the default group.
+        store: a connection to the store that the same thread uses; None makes a new one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, store: Store | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
@@ -46,7 +47,7 @@ class ProcessGroupComm(Comm):
             )
         group = dist.group.WORLD if group is None else group
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self.store = default_store()
+        self.store = store or default_store()
         self.use(group)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class ProcessGroupComm(Comm):
         """Return a connection to all ranks, over the default group. It raises the same failures as this one."""
         if self.size == dist.get_world_size():
             return self
-        everyone = ProcessGroupComm(None)
+        everyone = ProcessGroupComm(None, self.store)
         if self.peers.has_parts:  # they are all ranks
             everyone.use(everyone.group, self.peers)
         return everyone

@@ -286,12 +286,12 @@ class AutoDDP(AutoStrategy):
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
-        what = base.choose(self.optimizers)[0]
-        trained = TRAINED["adamw" if what == "update" else "sgd"]
+        exchanges_updates = base.choose(self.optimizers)[0] == "update"
+        trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
         changes_gradients = bool(trainer.gradient_clip_val) or self.scaler is not None
-        if what == "update":
+        if exchanges_updates:
             if ranks <= BFLOAT16 and halves:
                 found[BF16] = None
             found |= updates(base, trainer, ranks)
@@ -387,7 +387,7 @@ class _Choice:
     def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
-        self.options = {next(iter(self.options)): None}
+        self.options = {strategy._stock: None}
         if ranks > 1 and optimizers and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, ranks)
         names = [*self.options]

@@ -98,6 +98,6 @@ class AutoHSDP(AutoStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add the strategy's name."""
-        description = "FSDP2 within replicas, which average gradients or exchange updates: what is faster."
+        description = "FSDP2 within replicas, which average gradients or exchange updates, by measurement."
         if "auto_hsdp" not in strategy_registry:
             strategy_registry.register("auto_hsdp", cls, description=description)

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Reducer, attach, attach_updates
 
 of_both = pytest.mark.parametrize("exchange", ["gradient", "update"])
+EVENTS: dict[str, Callable[[Any], Any]] = {
+    "killed": lambda loss: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda loss: time.sleep(20),
+    "fails": lambda loss: exec("raise ValueError('an error of the loop')"),
+    "told": lambda loss: (os.kill(os.getpid(), signal.SIGTERM), loss)[1],
+}
+"""Events in a training step, which gets their result instead of its loss."""
 SOON = 25  # seconds; the groups' timeout is 30, and on a busy machine each new connection may take 5
 
 

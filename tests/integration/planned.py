@@ -1,7 +1,12 @@
-"""A plan in place of the measurements of `auto_ddp` and `auto_hsdp`."""
+"""A plan in place of the measurements of `auto_ddp` and `auto_hsdp`, and a record of their choices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import pytorch_lightning as pl
+from torch import Tensor
+
+from lightning_sparse import AutoDDPStrategy, AutoHSDPStrategy
 from lightning_sparse.strategies import auto
 from lightning_sparse.strategies.tuner import Numbers, Tuner
 
@@ -32,3 +37,23 @@ def follow(plan: Sequence[str]) -> None:
     """Let strategies of this process follow a plan from now on; an empty one lets them measure."""
     Planned.plan = plan
     auto.Tuner = Planned if plan else Tuner  # type: ignore[misc]
+
+
+class Watch(pl.Callback):
+    """Records this rank's weights, the candidate and the bytes after each step.
+
+    Args:
+        weights_of: returns the weights of a module.
+    """
+
+    def __init__(self, weights_of: Callable[[Any], Tensor]) -> None:
+        self.weights_of = weights_of
+        self.weights: list[Tensor] = []
+        self.names: list[str] = []
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.weights.append(self.weights_of(module))
+        if isinstance(trainer.strategy, AutoDDPStrategy | AutoHSDPStrategy):
+            self.names.append(trainer.strategy.choice)
+            self.sent.append(trainer.strategy.reducer.comm.sent_bytes)

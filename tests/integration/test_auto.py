@@ -16,27 +16,12 @@ from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.strategies.auto import KEY
-from tests.integration.planned import follow
+from tests.integration.planned import Watch, follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
 STEPS = 24
-
-
-class Watch(pl.Callback):
-    """Records the weights, the candidate and the bytes after each step."""
-
-    def __init__(self) -> None:
-        self.weights: list[Tensor] = []
-        self.names: list[str] = []
-        self.sent: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.weights.append(module.weights)
-        if isinstance(trainer.strategy, AutoDDPStrategy):
-            self.names.append(trainer.strategy.choice)
-            self.sent.append(trainer.strategy.reducer.comm.sent_bytes)
 
 
 def auto(plan: Sequence[str], **options: Any) -> AutoDDPStrategy:
@@ -54,7 +39,7 @@ class Linear(Net):
 
 
 def fit(net: Any, strategy: Any, rank: int, **options: Any) -> Watch:
-    watch = Watch()
+    watch = Watch(lambda module: module.weights)
     options = {"max_steps": STEPS, "max_epochs": -1, **options}
     ours, path = [watch, *options.pop("callbacks", [])], options.pop("ckpt_path", None)
     trainer(strategy, 2, callbacks=ours, **options).fit(net, Loader(rank, 2), ckpt_path=path)

@@ -1,8 +1,6 @@
 """`auto_hsdp` on two replicas of two shards: switches lose nothing, replicas stay equal, and the choice is resumed."""
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,8 +21,8 @@ from lightning_sparse.shards import average_gradients, keep_gradients
 from lightning_sparse.strategies import auto as auto_module
 from lightning_sparse.strategies.auto import KEY
 from lightning_sparse.update_rule import UpdateRule
-from tests.integration.failing import SOON
-from tests.integration.planned import follow
+from tests.integration.failing import EVENTS, SOON
+from tests.integration.planned import Watch, follow
 from tests.integration.sharded import Module, fitted, hsdp
 from tests.integration.trainers import Messages, lightning_ranks
 from tests.processes import run_ranks
@@ -41,21 +39,6 @@ def auto(plan: Sequence[str], **options: Any) -> AutoHSDPStrategy:
     return AutoHSDPStrategy(**{"replicas": 2, "process_group_backend": "gloo", **options})
 
 
-class Watch(pl.Callback):
-    """Records this rank's shards, the choice and the bytes after each step."""
-
-    def __init__(self) -> None:
-        self.shards: list[Tensor] = []
-        self.names: list[str] = []
-        self.sent: list[int] = []
-
-    def on_train_batch_end(self, run: Any, module: Any, *_: Any) -> None:
-        self.shards.append(own(module.parameters()))
-        if isinstance(run.strategy, AutoHSDPStrategy):
-            self.names.append(run.strategy.choice)
-            self.sent.append(run.strategy.reducer.comm.sent_bytes)
-
-
 class Save(pl.Callback):
     def __init__(self, path: str, after: int) -> None:
         self.path, self.after = path, after
@@ -66,7 +49,7 @@ class Save(pl.Callback):
 
 
 def watched(strategy: Any, module: Any = None, callbacks: Sequence[Any] = (), **options: Any) -> Watch:
-    watch = Watch()
+    watch = Watch(lambda module: own(module.parameters()))
     options = {"max_steps": STEPS, "max_epochs": -1, **options}
     fitted(strategy, module, callbacks=[watch, *callbacks], **options)
     return watch
@@ -77,7 +60,12 @@ def dense_only(rank: int) -> Any:
     strategy = auto(["dense"])
     strategy.inform = said.append  # type: ignore[method-assign]
     ours, theirs = watched(strategy), watched(hsdp("dense"))
-    return all(map(torch.equal, ours.shards, theirs.shards)), len(ours.shards[0]), ours.sent[-1] - ours.sent[-2], said
+    return (
+        all(map(torch.equal, ours.weights, theirs.weights)),
+        len(ours.weights[0]),
+        ours.sent[-1] - ours.sent[-2],
+        said,
+    )
 
 
 @full
@@ -92,7 +80,7 @@ def test_dense_averages_are_those_of_dense_hsdp():
 
 def switched(rank: int, plan: list[str]) -> Any:
     watch = watched(auto(plan))
-    return watch.names, watch.sent, watch.shards[5::6]
+    return watch.names, watch.sent, watch.weights[5::6]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +122,7 @@ def conserved(rank: int, plan: list[str]) -> Any:
     AutoHSDPStrategy._candidates = lambda *_: {"topk": update, "topk, next step": delayed}
     ours = watched(auto(plan), Linear(torch.optim.SGD))
     theirs = watched(hsdp("dense"), Linear(torch.optim.SGD))
-    errors = [(one - other).abs().max().item() for one, other in zip(ours.shards, theirs.shards, strict=True)]
+    errors = [(one - other).abs().max().item() for one, other in zip(ours.weights, theirs.weights, strict=True)]
     return ours.names, errors
 
 
@@ -143,7 +131,7 @@ def conserved(rank: int, plan: list[str]) -> Any:
     "plan", [["topk", "topk, next step", "topk", "dense"], ["dense", "topk, next step", "dense", "dense"]]
 )
 def test_no_update_is_lost_in_switches(plan):
-    """The gradients do not depend on the weights, so SGD's last weights are those of dense_hsdp, but for rounding.
+    """The gradients do not depend on the weights, so SGD's last weights equal those with dense_hsdp, but for rounding.
 
     Weights of at most 8 and 24 additions round by 24 · 8 · 2⁻²⁴ at most.
     """
@@ -219,7 +207,7 @@ def resumed(rank: int, folder: str, plan: list[str]) -> Any:
     rest = watched(strategy, path=path)
     saved = torch.load(f"{path}/meta.pt", weights_only=True)[KEY]
     left = strategy._auto.resumed, strategy._auto.has_residuals  # for the next fit
-    return saved, rest.names, all(map(torch.equal, unbroken.shards[15:], rest.shards)), left, said
+    return saved, rest.names, all(map(torch.equal, unbroken.weights[15:], rest.weights)), left, said
 
 
 @full
@@ -248,7 +236,12 @@ def resumed_by_others(rank: int, folder: str) -> Any:
     watched(auto([], replicas=1), path=f"{folder}/topk")
     stock = goes_on("auto", ModelParallelStrategy(4, 1, process_group_backend="gloo"))
     names = [{*each.names} for each, _ in found]
-    return [all(map(torch.equal, a.shards, b.shards[15:])) for a, b in found], names, messages.texts, len(stock.shards)
+    return (
+        [all(map(torch.equal, a.weights, b.weights[15:])) for a, b in found],
+        names,
+        messages.texts,
+        len(stock.weights),
+    )
 
 
 @full
@@ -309,13 +302,8 @@ def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, replica
 def beside_another(rank: int, name: str, event: str) -> tuple[str, float]:
     """Train while rank 3 has an event in its tenth step; return the error, and the seconds until it."""
     module, started = Module(), time.monotonic()
-    events = {
-        "killed": lambda loss: os.kill(os.getpid(), signal.SIGKILL),
-        "fails": lambda loss: exec("raise ValueError('an error of the loop')"),
-        "told": lambda loss: (os.kill(os.getpid(), signal.SIGTERM), loss)[1],
-    }
     if rank == 3:
-        module.hooks = {9: events[event]}
+        module.hooks = {9: EVENTS[event]}
     try:
         error = attempt(lambda: watched(auto(["dense", name], timeout=timedelta(seconds=9)), module))
     except SystemExit as ended:  # Lightning's, after SIGTERM

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
-from tests.integration.failing import SOON
+from tests.integration.failing import EVENTS, SOON
 from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
 from tests.integration.trainers import lightning_ranks, trainer
 from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
@@ -310,13 +310,8 @@ def beside_another(rank: int, event: str) -> tuple[str, float]:
     The process of rank 3 stays for 20 s if it hangs or fails. Then no connection ends.
     """
     module, started = Module(), time.monotonic()
-    events = {
-        "killed": lambda loss: os.kill(os.getpid(), signal.SIGKILL),
-        "hangs": lambda loss: time.sleep(20),
-        "fails": lambda loss: exec("raise ValueError('an error of the loop')"),
-    }
-    if rank == 3 and event in events:
-        module.hooks = {2: events[event]}
+    if rank == 3 and event in EVENTS:
+        module.hooks = {2: EVENTS[event]}
     seed = int((rank, event) == (3, "another seed"))
     options = {"timeout": timedelta(seconds=9)} if event in ("hangs", "fails") else {}
     error = attempt(lambda: fitted(hsdp("topk", density=0.2, seed=seed, **options), module))
