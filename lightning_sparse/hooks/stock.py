@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import trainable_parameters
@@ -19,6 +20,7 @@ from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.shards import groups_of, local
+from lightning_sparse.updates.parameters import described
 
 
 class StockExchanger(Exchanger):
@@ -59,7 +61,12 @@ class StockExchanger(Exchanger):
 
 
 def count_ddp(
-    ddp: DistributedDataParallel, options: ReducerOptions, timeout: timedelta | None, *, in_bfloat16: bool = False
+    ddp: DistributedDataParallel,
+    options: ReducerOptions,
+    timeout: timedelta | None,
+    *,
+    from_rank_0: Mapping[str, Tensor],
+    in_bfloat16: bool = False,
 ) -> StockExchanger:
     """Return a counter of DDP's all-reduce.
 
@@ -67,12 +74,27 @@ def count_ddp(
         ddp: the wrapped model, without a communication hook.
         options: options of the reducer, which has no work.
         timeout: time to wait for other ranks; None takes the group's.
+        from_rank_0: tensors to broadcast from rank 0, by name, because `ddp` was made with init_sync=False.
         in_bfloat16: whether the sums are computed and sent in bfloat16, by torch's `bf16_compress_hook`.
     """
     note, share = "DDP's all-reduce averages gradients.", 1.0
     if in_bfloat16:
         note, share = "DDP's all-reduce averages gradients in bfloat16.", 0.5
-    counter = StockExchanger(trainable_parameters(ddp), options, note, share, group=ddp.process_group, timeout=timeout)
+    counter = StockExchanger(
+        trainable_parameters(ddp),
+        options,
+        note,
+        share,
+        group=ddp.process_group,
+        timeout=timeout,
+        settings=lambda: {"parameters and buffers": described(from_rank_0)},
+    )
+    try:
+        broadcast_differing(counter.comm, list(from_rank_0.values()), ddp.device)
+    except BaseException as error:
+        counter.fail(error)
+        counter.close()
+        raise
     if in_bfloat16:
         # Without NCCL, DDP refuses torch's function, but gloo can add bfloat16.
         ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))

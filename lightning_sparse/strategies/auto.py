@@ -39,7 +39,7 @@ from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Numbers, Tuner
@@ -306,7 +306,8 @@ class AutoDDP(AutoStrategy):
         self._reducer = None
         with self._own_buckets():
             ddp = self._wrap()
-        stock = count_ddp(ddp, self._auto.reducer_options, self._timeout, in_bfloat16=name == BF16)
+        states, reducer = initial_states(ddp, ddp_options(self)), self._auto.reducer_options
+        stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
         self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
 
     @contextlib.contextmanager

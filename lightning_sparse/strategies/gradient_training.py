@@ -58,7 +58,7 @@ class GradientTraining(Training):
             method,
             replace(strategy._options.reducer, loss_scale=scaler and scaler.get_scale),
             timeout=strategy._timeout,
-            from_rank_0=_from_rank_0(ddp, ddp_options(strategy)),
+            from_rank_0=initial_states(ddp, ddp_options(strategy)),
             optimizers=optimizers,
         )
 
@@ -142,7 +142,7 @@ class GradientTraining(Training):
         return step(once)
 
 
-def _from_rank_0(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[str, Tensor]:
+def initial_states(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors by name that DDP's constructor, with these options, would broadcast from rank 0."""
     if not options.get("init_sync", True):
         return {}

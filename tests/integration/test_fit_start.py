@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
@@ -159,8 +160,9 @@ AS_EXCHANGED = {
     "gradients that are views of buckets": (Net, "topk", {"gradient_as_bucket_view": True}, {}),
     "unused parameters": (Gan, "topk", {"find_unused_parameters": True}, {}),
     "the static graph": (Net, "topk", {"static_graph": True}, {}),
-    "the static graph, by hand": (Again, "topk", {"static_graph": True}, {}),
 }  # fmt: skip
+if "post_backward" in vars(pl.strategies.DDPStrategy):  # older versions do not reduce the first gradients: an error
+    AS_EXCHANGED["the static graph, by hand"] = (Again, "topk", {"static_graph": True}, {})
 
 
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse import AutoDDPStrategy
 from tests.integration.failing import caught, of_both
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
 from tests.support.tiers import one_in
@@ -62,7 +63,11 @@ def started(
         look.bytes.extend(x.nbytes for x in tensors)
         return by_ddp(group, tensors, *args)
 
-    fit = trainer(strategy("topk", 0.1, exchange=exchange, **options), 2, callbacks=[look])
+    if exchange == "stock":
+        trains = AutoDDPStrategy(process_group_backend="gloo", **options)
+    else:
+        trains = strategy("topk", 0.1, exchange=exchange, **options)
+    fit = trainer(trains, 2, callbacks=[look])
     with (
         mock.patch.object(dist, "broadcast", broadcast),
         mock.patch.object(dist, "_broadcast_coalesced", broadcast_coalesced),
@@ -72,14 +77,17 @@ def started(
 
 
 @one_in(2)
-@of_both
+@pytest.mark.parametrize("exchange", ["gradient", "update", "stock"])
 @pytest.mark.parametrize(
     ("options", "equal"),
     [({}, True), ({"broadcast_buffers": False}, False), ({"forward_sync_buffers": False}, True)],
     ids=["default", "broadcast_buffers=False", "forward_sync_buffers=False"],
 )
 def test_all_start_from_rank_0s(options, equal, exchange):
-    """As in DistributedDataParallel, this includes frozen parameters, and buffers unless an option excludes them."""
+    """As in DistributedDataParallel, this includes frozen parameters, and buffers unless an option excludes them.
+
+    `auto_ddp` begins with stock all-reduce.
+    """
 
     if (
         "forward_sync_buffers" in options
