@@ -26,7 +26,7 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
         device: device of the message, one that `comm` can send from.
     """
     longest_first = sorted(tensors, key=lambda x: (-x.element_size(), str(x.dtype)))  # keeps them aligned
-    parts = [_as_bytes(tensor.to(device)) for tensor in longest_first]
+    parts = [as_bytes(tensor.to(device)) for tensor in longest_first]
     message = torch.cat(parts)
     comm.broadcast(message, 0)  # as bytes, because gloo does not support all dtypes
     if comm.rank == 0:
@@ -68,9 +68,10 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
 
 def _hash(x: Tensor) -> int:
     """Return 64 bits of a cryptographic hash of a tensor's elements in row-major order."""
-    digest = hashlib.sha256(_as_bytes(x.detach().cpu()).numpy().data).digest()
+    digest = hashlib.sha256(as_bytes(x.detach().cpu()).numpy().data).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the elements of a tensor in row-major order as bytes, 1-D uint8."""
     return x.contiguous().view(-1).view(torch.uint8)

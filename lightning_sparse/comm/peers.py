@@ -39,6 +39,7 @@ class Peers:
 
     Attributes:
         group, rank, ranks, part: as given.
+        terminating: the key of the rank that was the first to be asked to end; see `Termination`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Peers:
             f"lightning_sparse/{group}/{key}"
             for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{ranks[0]}/poll")
         )
-        self._terminating = terminating_key(group)
+        self.terminating = f"lightning_sparse/{group}/terminating"
 
     @property
     def has_parts(self) -> bool:
@@ -103,8 +104,8 @@ class Peers:
         """
         try:
             self.raise_if_failed(calls or 0)
-            if self._store.check([self._terminating]):
-                return str(self._store.get(self._terminating).decode())
+            if self._store.check([self.terminating]):
+                return str(self._store.get(self.terminating).decode())
             silent, running = self._poll_peers()
         except RankFailure as failure:
             return str(failure)
@@ -194,11 +195,6 @@ class Responder:
             self._ended.set()
             if threading.current_thread() is not self._thread:
                 self._thread.join(JOIN_SECONDS)
-
-
-def terminating_key(group: str) -> str:
-    """Return the key of the rank that was the first to be asked to end; see `Termination`."""
-    return f"lightning_sparse/{group}/terminating"
 
 
 def lost_store(rank: int, error: BaseException) -> str:

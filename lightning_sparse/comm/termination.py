@@ -1,6 +1,6 @@
 """Ends training on all ranks after the same batch when one rank is asked to end (SIGTERM).
 
-    termination = Termination(store, group, rank, ranks)
+    termination = Termination(store, request, rank, ranks)
     termination.request()             # in the signal handler
     last = termination.begin()        # before each batch: whether it is the last one
     requested = termination.finish()  # after the last batch of training: whether to end with an error nevertheless
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder, terminating_key
+from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder
 from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 AGREE_SECONDS = 10.0
@@ -101,7 +101,7 @@ class Termination:
 
     Args:
         store: a client that no other code waits with; see `default_store`.
-        group: name of the process group, part of the keys in the store.
+        request: the key of a request to end, and the start of all keys in the store; see `Peers.terminating`.
         rank: this rank within the group.
         ranks: global rank numbers of the group.
 
@@ -110,11 +110,10 @@ class Termination:
         reason: sentence that names the rank that was asked to end; "" if this rank knows of none.
     """
 
-    def __init__(self, store: Store, group: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, request: str, rank: int, ranks: Sequence[int]) -> None:
         self._store = BoundedStore(store, ANSWER_SECONDS)
-        key = terminating_key(group)
-        keys = [f"{key}/{member}" for member in range(len(ranks))]
-        self._place = _Place(ranks[rank], key, keys, keys[rank])
+        keys = [f"{request}/{member}" for member in range(len(ranks))]
+        self._place = _Place(ranks[rank], request, keys, keys[rank])
         self._finish = _Finish(self._store, self._place)
         self._begun = (0, 0)  # batches of training, and batches of validation since then
         self._frozen_at: tuple[int, int] | None = None  # `_begun` when this rank learned of the request

@@ -10,7 +10,6 @@ import enum
 import logging
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -30,19 +29,19 @@ from lightning_sparse._compat import (
     step_depth,
     step_hooks,
 )
-from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
+from lightning_sparse.hooks.equal_states import average_states, take_rank_0s
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.scalers import unwrap, wrap
+from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions
-from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard, state_like
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
@@ -256,6 +255,8 @@ class UpdateExchanger(Exchanger):
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         stepped = getattr(optimizer, "optimizer", optimizer)  # in Lightning's or accelerate's wrapper
+        if stepped in self.optimizers:
+            remember(scaler, stepped)
         with self.one_step(stepped) if stepped in self.optimizers else contextlib.nullcontext():
             return step(scaler, optimizer, *args, **kwargs)
 
@@ -362,7 +363,7 @@ class UpdateExchanger(Exchanger):
         """Leave no difference among ranks, at the price of dense exchanges. All ranks call it between steps.
 
         Pending updates are exchanged. The mean of all residuals goes into the weights, and each rank takes the mean of
-        the optimizers' states. Then gradients may be exchanged.
+        the optimizers' states. Gradient scalers take the loss scale of rank 0. Then gradients may be exchanged.
         """
         self.exchange_pending()
 
@@ -371,6 +372,7 @@ class UpdateExchanger(Exchanger):
                 each.apply_residual_()
             for optimizer in self.optimizers:
                 average_states(self.comm, optimizer)
+            take_rank_0s(self.comm, scalers_of(self.optimizers))
 
         self._during(settle)
 
@@ -424,33 +426,6 @@ class UpdateExchanger(Exchanger):
         ended = self.updates.close()
         self._session.mark_done()
         self._session.finish(failed=not ended)
-
-
-def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
-    """Replace an optimizer's states by their mean over all ranks; numbers that are no floats are rank 0's.
-
-    If ranks have states of different parameters, all take rank 0's. Of sharded parameters, states are this rank's part.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = [{key: local(x) for key, x in optimizer.state.get(param, {}).items()} for param in params]
-    tensors = [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
-    described = repr([[(key, getattr(x, "shape", None)) for key, x in sorted(state.items())] for state in states])
-    device = params[0].device
-    digest = torch.tensor([zlib.crc32(described.encode())], dtype=torch.int64, device=device)
-    found = comm.all_gather_rows(digest)
-    if bool((found != found[0]).any()):
-        shared: list[Any] = [{**optimizer.state_dict(), "state": dict(enumerate(states))}]
-        dist.broadcast_object_list(shared, comm.ranks[0], group=comm.group)
-        state = {
-            i: {key: state_like(params[i], x) for key, x in each.items()}
-            for i, each in shared[0]["state"].items()
-            if each
-        }
-        optimizer.load_state_dict({**shared[0], "state": state})
-        return
-    for x in tensors:
-        if x.is_floating_point() and x.dim() and x.numel():
-            x.copy_(comm.all_reduce(x.float()).div_(comm.size))
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:

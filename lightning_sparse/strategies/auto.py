@@ -193,7 +193,7 @@ class AutoStrategy:
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._auto.start(self.lightning_module.trainer.global_step)
+        self._auto.start(self.lightning_module.trainer.global_step, self.reducer.step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer = self.lightning_module.trainer
@@ -221,14 +221,15 @@ class AutoStrategy:
         """End the exchange, and begin the chosen one in its place."""
         old = self._training
         assert old.exchanger is not None
-        counts = old.exchanger.comm.sent_bytes, old.exchanger.comm.seconds, old.exchanger.reducer.step
+        comm = old.exchanger.comm
+        kept = comm.sent_bytes, comm.seconds, old.exchanger.reducer.step, comm.peers.terminating
         old.close()
         self._training, self.model = Training(), self.lightning_module
         del old
         gc.collect()  # of DistributedDataParallel's buckets
         self._use(self.choice, trainer)
-        reducer = self.reducer
-        reducer.comm.sent_bytes, reducer.comm.seconds, reducer.step = counts
+        reducer, comm = self.reducer, self.reducer.comm
+        comm.sent_bytes, comm.seconds, reducer.step, comm.peers.terminating = kept
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         """End an exchange without loss; return a function that hands over to the next one, of these options."""
@@ -253,6 +254,10 @@ class AutoStrategy:
         self._auto.clock.note_end()
         return result
 
+    def teardown(self) -> None:
+        super().teardown()
+        self._auto.forget_checkpoint()
+
     # Checkpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -262,8 +267,8 @@ class AutoStrategy:
     def _warn_of_lost_residuals(self, path: Any) -> None:
         if self.global_rank == 0:
             log.warning(
-                f"The residuals of {str(path)!r} are lost, because no sparse method is a candidate here: entries that "
-                f"were not sent yet do not reach the weights. Resume with the strategy that wrote them."
+                f"The residuals of {str(path)!r} are lost, because {self.choice} trains here: entries that were not "
+                f"sent yet do not reach the weights. Resume with the strategy that wrote them."
             )
 
 
@@ -326,17 +331,18 @@ class AutoDDP(AutoStrategy):
         exchanger = training.exchanger
         exchanger.drain()
         residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
-        return lambda: self._add_to_next_gradients(residuals)
+        get_scale = exchanger.reducer.gradient_check.get_scale or (lambda: 1.0)
+        return lambda: self._add_to_next_gradients(residuals, get_scale)
 
-    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor]) -> None:
+    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor], get_scale: Callable[[], float]) -> None:
         params = dict(self.lightning_module.named_parameters())
         for name, residual in residuals.items():
-            _add_once(params[name], residual)
+            _add_once(params[name], residual, get_scale)
 
     # Checkpoints:
 
     def _parts(self, filepath: Any) -> list[Any]:
-        return [] if isinstance(self._training, StockTraining) else super()._parts(filepath)
+        return [] if self._auto.options[self.choice] is None else super()._parts(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -345,7 +351,7 @@ class AutoDDP(AutoStrategy):
         return checkpoint
 
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
-        if not isinstance(self._training, StockTraining):
+        if self._auto.options[self.choice] is not None:
             super()._load_residuals(info, states, path)
         elif info is not None:
             self._warn_of_lost_residuals(path)
@@ -403,15 +409,19 @@ class _Choice:
         if self.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
         resumed = self.resumed if self.resumed in names else ""
-        self.resumed, self.has_residuals = "", False  # a later fit may have no checkpoint
+        self.forget_checkpoint()
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
-    def start(self, done: int) -> None:
-        """Begin to measure, after `done` steps."""
+    def forget_checkpoint(self) -> None:
+        """Forget the loaded checkpoint: a later fit may have none, and an evaluation may have loaded this one."""
+        self.resumed, self.has_residuals = "", False
+
+    def start(self, done: int, exchanges: int) -> None:
+        """Begin to measure, after `done` steps of the training, and `exchanges` of the density warm-up."""
         self._step, self._waited, self.clock = done, 0.0, _Clock()
-        self.tuner.wait(WARMUP - done)
+        self.tuner.wait(WARMUP - exchanges)
 
     def _measure(self, strategy: AutoStrategy) -> dict[str, float]:
         """Measure the link; return the seconds on it of a step of each candidate."""
@@ -492,11 +502,11 @@ def updates(
     return found
 
 
-def _add_once(param: torch.nn.Parameter, residual: torch.Tensor) -> None:
-    """Add a residual to the next gradient of a parameter."""
+def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Callable[[], float]) -> None:
+    """Add a residual to the next gradient of a parameter. The gradient has a loss scale; the residual has not."""
 
     def add(grad: torch.Tensor) -> torch.Tensor:
         handle.remove()
-        return grad + residual.to(grad)
+        return grad + (residual * get_scale()).to(grad)
 
     handle = param.register_hook(add)

@@ -90,7 +90,7 @@ class AutoHSDP(AutoStrategy):
             self._replace(self.lightning_module.trainer)
         elif self.global_rank == 0:
             self.inform(f"It begins with {self.choice}, chosen by {self._auto.reason}.")
-        if has_residuals and isinstance(self._training, StockTraining):
+        if has_residuals and self._auto.options[self.choice] is None:
             self._warn_of_lost_residuals(path)
         else:
             super()._load_residuals(info, checkpoint, path)

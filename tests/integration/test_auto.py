@@ -139,6 +139,64 @@ def test_settling_applies_the_mean_of_residuals_and_of_moments():
     assert run_ranks(2, settled) == [[True] * 13] * 2
 
 
+class Keeps(torch.optim.AdamW):
+    """Keeps a part of its state elsewhere, as optimizers around another one do."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept: list[Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+        super().load_state_dict({key: x for key, x in state_dict.items() if key != "kept"})
+
+
+def differing(rank: int, quantized: bool) -> tuple[list[Any], list[Any]]:
+    """Return the state of an optimizer and a scaler that differ among ranks, before and after."""
+    net = nn.Linear(20, 30)
+    optimizer, scaler = Keeps(net.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**-rank)
+    attach_updates(net, optimizer, "topk", density=0.1, density_warmup=())
+    torch.manual_seed(rank)
+    for _ in range(3):
+        scaler.scale(net(torch.randn(4, 20)).pow(2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.kept = [torch.tensor(float(rank))]
+    optimizer.param_groups[0]["d"] = 0.1 + rank  # as Prodigy's
+    optimizer.param_groups[0]["as a tensor"] = torch.tensor(float(rank))
+    for state in optimizer.state.values():
+        state["step"] += rank  # a gradient scaler has left out a step
+        state["number"] = rank
+        if quantized:
+            state["codes"] = torch.tensor([rank])
+
+    def state() -> list[Any]:
+        states, group = [*optimizer.state.values()], optimizer.param_groups[0]
+        others = [each[key] for each in states for key in each if key not in ("exp_avg", "exp_avg_sq")]
+        moments = [each[key].clone() for each in states for key in ("exp_avg", "exp_avg_sq")]
+        numbers = (*others, *optimizer.kept, group["d"], group["as a tensor"], scaler.get_scale())
+        return [*map(float, numbers), *moments]
+
+    before = state()
+    exchange_of(optimizer).settle()
+    return before, state()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_numbers_and_scalers_are_rank_0s_after_settling(quantized):
+    """The mean of quantized moments would be wrong. So all ranks take those of rank 0, with their scales."""
+    (first, now), (other, its) = run_ranks(2, differing, quantized)
+    for before, others, after, its_own in zip(first, other, now, its, strict=True):
+        if isinstance(before, float):
+            assert after == its_own == before != others
+        else:
+            assert torch.equal(after, its_own)
+            assert torch.equal(after, before if quantized else (before + others) / 2)
+
+
 def resumed(rank: int, folder: Any, name: str) -> Any:
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=STEPS)
     kind = torch.optim.AdamW
@@ -211,7 +269,7 @@ def lost(rank: int, folder: Any) -> list[str]:
 def test_residuals_without_a_candidate_that_takes_them_are_warned_of(tmp_path):
     (warning,), others = lightning_ranks(2, lost, tmp_path)
     assert others == []
-    assert "are lost, because no sparse method is a candidate here" in warning
+    assert "are lost, because ddp trains here" in warning
 
 
 def refused(rank: int) -> list[str]:
