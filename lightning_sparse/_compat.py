@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -317,3 +317,8 @@ def use_device_mesh(strategy: Any, mesh: Any) -> None:
     strategy._device_mesh = mesh
     if (module := getattr(strategy, "lightning_module", None)) is not None:  # a Trainer's strategy
         module._device_mesh = mesh
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model by name, without torch.compile's prefix. Private in torch 2.8 to 2.15."""
+    return {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import shard_offset
+from lightning_sparse._compat import parameters_by_name, shard_offset
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, local, reshard, state_like
@@ -199,7 +199,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
 
 def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> None:
     """Continue from a state that `read_replica` has returned."""
-    params = _parameters(model)
+    params = parameters_by_name(model)
     for i, optimizer in enumerate(exchange.optimizers):
         saved, names = state["optimizers"][str(i)], _names(model, optimizer)
         whole = {
@@ -225,28 +225,24 @@ def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger
     return exchange
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}  # of torch.compile
-
-
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of its `state_dict`."""
-    name_of = {id(param): name for name, param in _parameters(model).items()}
+    name_of = {id(param): name for name, param in parameters_by_name(model).items()}
     return [name_of[id(param)] for group in optimizer.param_groups for param in group["params"]]
 
 
 def _places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
     """Return the offset of this rank's shard in each parameter, and its shape."""
-    return {name: ([*shard_offset(x)], [*local(x).shape]) for name, x in _parameters(model).items()}
+    return {name: ([*shard_offset(x)], [*local(x).shape]) for name, x in parameters_by_name(model).items()}
 
 
 def _checksum_of_weights(model: nn.Module) -> int:
-    return sidecars.checksum({name: local(param) for name, param in _parameters(model).items()})
+    return sidecars.checksum({name: local(param) for name, param in parameters_by_name(model).items()})
 
 
 def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state by name of the parameter, with this rank's shards on the host."""
-    state, names, params = optimizer.state_dict(), _names(model, optimizer), _parameters(model)
+    state, names, params = optimizer.state_dict(), _names(model, optimizer), parameters_by_name(model)
     own: State = {}
     for index, kept in state["state"].items():
         name = names[index]

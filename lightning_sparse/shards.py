@@ -111,17 +111,10 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         group: the ranks that hold the same part of the model.
 
     Raises:
-        TypeError, ValueError: see `check_group`; or FSDP2 does not shard a trained parameter.
+        TypeError, ValueError: see `check_averages`.
     """
-    check_group(model, group)
+    check_averages(model, group)
     modules, size = _of_fsdp("FSDPModule", model), dist.get_world_size(group)
-    averaged = {id(param) for module in modules for param in module.parameters() if is_sharded(param)}
-    for name, param in model.named_parameters():
-        if param.requires_grad and id(param) not in averaged:
-            raise ValueError(
-                f"{name!r} is in no module of fully_shard, which averages gradients, so replicas would differ in it. "
-                f"Call fully_shard with the module that holds it; or freeze it by requires_grad_(False)."
-            )
 
     def average(gradient: Tensor) -> None:
         dist.all_reduce(gradient, group=group)
@@ -130,6 +123,19 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in modules:
         module.set_all_reduce_hook(average)
     _AVERAGED.update(modules)
+
+
+def check_averages(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise TypeError or ValueError, see `check_group`, also if FSDP2 does not shard a trained parameter."""
+    check_group(model, group)
+    modules = _of_fsdp("FSDPModule", model)
+    averaged = {id(param) for module in modules for param in module.parameters() if is_sharded(param)}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in averaged:
+            raise ValueError(
+                f"{name!r} is in no module of fully_shard, which averages gradients, so replicas would differ in it. "
+                f"Call fully_shard with the module that holds it; or freeze it by requires_grad_(False)."
+            )
 
 
 def keep_gradients(model: nn.Module) -> None:

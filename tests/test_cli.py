@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import yaml
 
 import examples.data
@@ -137,6 +138,14 @@ def test_every_option_has_its_text(kind):
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:
             assert len(help_of[name] or "") > 10, f"{kind.__name__} says nothing of {name}"
+
+
+@pytest.mark.parametrize("name", ["SparseDDPStrategy", "AutoDDPStrategy", "SparseHSDPStrategy", "AutoHSDPStrategy"])
+def test_a_class_without_options_makes_each_strategy(name):
+    parser = Parser()
+    parser.add_argument("--strategy", type=pl.strategies.Strategy)
+    chosen = parser.parse_object({"strategy": {"class_path": f"lightning_sparse.{name}"}})
+    assert type(parser.instantiate_classes(chosen).strategy).__name__ == name
 
 
 def test_options_of_ddp_are_known_to_the_strategy():

@@ -515,6 +515,14 @@ def test_each_entry_of_compat_is_tested_here():
     assert not {name for name in names | {"all_gather_single"} if f"_compat.{name}" not in here}
 
 
+def test_names_of_compiled_modules():
+    net = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 3)), torch.nn.Linear(3, 1))
+    assert "0._orig_mod.weight" in dict(net.named_parameters())
+    found = _compat.parameters_by_name(net)
+    assert [*found] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(map(torch.equal, found.values(), net.parameters()))
+
+
 def test_sigterm():
     run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
     loop, told, before = run.fit_loop.epoch_loop, [], signal.getsignal(signal.SIGTERM)

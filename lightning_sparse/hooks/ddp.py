@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states
+from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states, parameters_by_name
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import detach
@@ -176,7 +176,7 @@ def check_no_hook(ddp: DistributedDataParallel) -> None:
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Return the parameters that DDP reduces, by name, in registration order.
+    """Return the parameters that DDP reduces, see `reduced_parameters`.
 
     Raises:
         TypeError, ValueError: the model or DDP uses a feature that compression does not support.
@@ -193,9 +193,14 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
                 f"compressed. Set sparse=False, or train with strategy='ddp'."
             )
+    return reduced_parameters(ddp)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP reduces, by name, in registration order."""
     reduced = {id(param) for param in ddp_parameters(ddp)}
     return {
-        name.replace("_orig_mod.", ""): param  # torch.compile's prefix
-        for name, param in ddp.module.named_parameters()
+        name: param
+        for name, param in parameters_by_name(ddp.module).items()
         if param.requires_grad and id(param) in reduced
     }

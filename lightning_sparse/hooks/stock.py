@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.comm.peers import Responder
 from lightning_sparse.hooks.base import Exchanger
-from lightning_sparse.hooks.ddp import trainable_parameters
+from lightning_sparse.hooks.ddp import reduced_parameters
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
@@ -81,7 +81,7 @@ def count_ddp(
     if in_bfloat16:
         note, share = "DDP's all-reduce averages gradients in bfloat16.", 0.5
     counter = StockExchanger(
-        trainable_parameters(ddp),
+        reduced_parameters(ddp),
         options,
         note,
         share,

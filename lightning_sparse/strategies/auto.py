@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import ddp_options
+from lightning_sparse._compat import ddp_options, parameters_by_name
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
@@ -54,7 +55,7 @@ SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
 """Steps before the first measurement. In the density warm-up of updates ranks send more than later."""
-CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps", "overlap")
+CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps")
 FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
 
 
@@ -104,6 +105,8 @@ class AutoStrategy:
 
     Args:
         seed: the seed of the methods' random choices.
+        overlap: "next_step" also tries the exchange of updates during the next step. Between two steps, weights then
+            differ among ranks, so no callback or hook may read or change them.
         **kwargs: the options of the strategy that are no choice of an exchange.
 
     Raises:
@@ -126,14 +129,20 @@ class AutoStrategy:
         def __getattr__(self, name: str) -> Any:
             """Stands for the attributes of the strategy and of Lightning's strategies."""
 
-    def __init__(self, *, seed: int = 0, **kwargs: Any) -> None:
-        for option in self._chosen:
-            if option in kwargs:
-                raise self._refused(option, kwargs[option])
+    def __init__(self, *, seed: int = 0, overlap: Literal["next_step"] | None = None, **kwargs: Any) -> None:
+        if overlap not in ("next_step", None):
+            raise ValueError(
+                f"{type(self).__name__}(overlap={overlap!r}): give 'next_step', which also tries the exchange of "
+                f"updates during the next step, or None."
+            )
+        options = inspect.signature(super().__init__).parameters
+        for option in self._chosen:  # a configuration file passes all defaults explicitly
+            if option in kwargs and (value := kwargs.pop(option)) != options[option].default:
+                raise self._refused(option, value)
         super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
         for option, value in self._options.own.items():
             raise self._refused(option, value)
-        self._arguments = {"seed": seed, **kwargs}
+        self._arguments = {"seed": seed, "overlap": overlap, **kwargs}
 
     def _refused(self, option: str, value: Any) -> ValueError:
         return ValueError(
@@ -167,6 +176,22 @@ class AutoStrategy:
         """Begin a dense average of gradients: a candidate whose options are None."""
         raise NotImplementedError
 
+    def _updates(
+        self, base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK]
+    ) -> dict[str, StrategyOptions]:
+        """Return the candidates that exchange updates, by name.
+
+        Args:
+            base, trainer, ranks: see `_candidates`.
+            most: largest number of ranks with which TopK trains as well as dense training.
+        """
+        found = {TOPK: base} if ranks <= most else {}
+        # Weights differ among ranks while an exchange is pending, and a callback may average them then.
+        averages = any(hasattr(each, "should_update") for each in trainer.callbacks)
+        if self._arguments["overlap"] and ranks <= min(DELAYED, most) and not averages:
+            found[NEXT_STEP] = replace(base, overlap="next_step")
+        return found
+
     # Start and switches:
 
     def _start_exchange(self, trainer: Any) -> None:
@@ -175,12 +200,15 @@ class AutoStrategy:
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
-        options = self._auto.options[name]
+        self._auto.params, options = self._trained_parameters(), self._auto.options[name]
         if options is None:
             self._use_stock(name, trainer)
         else:
             self._options = options
             super()._start_exchange(trainer)
+
+    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: x for name, x in parameters_by_name(self.lightning_module).items() if x.requires_grad}
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
@@ -197,7 +225,9 @@ class AutoStrategy:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer = self.lightning_module.trainer
-        if self._auto.is_due(self, trainer.global_step):
+        if not isinstance(self._training, UpdateTraining) and self._has_other_parameters():
+            self._switch(trainer)  # to the same exchange: a callback has unfrozen layers, for example
+        if self._auto.is_due(self, trainer):
             before = self.choice
             text = self._auto.decide(self)
             if self.choice != before:
@@ -209,6 +239,10 @@ class AutoStrategy:
                     logger.log_metrics(self._auto.scalars(), trainer.global_step)
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
+
+    def _has_other_parameters(self) -> bool:
+        """Return whether other parameters are trained than at the start of the exchange."""
+        return [*map(id, self._trained_parameters().values())] != [*map(id, self._auto.params.values())]
 
     def _switch(self, trainer: Any) -> None:
         """Change to the chosen exchange between two steps. Nothing is lost."""
@@ -236,8 +270,8 @@ class AutoStrategy:
         if isinstance(training, UpdateTraining):
             training.exchange_pending()
             if options is not None and options.choose(self.optimizers)[0] == "update":
-                state = training.exchanger.reducer.state_dict()
-                return lambda: self.reducer.load_state_dict(state)
+                state, params = training.exchanger.reducer.state_dict(), self._auto.params
+                return lambda: self.reducer.load_state_dict(renamed(state, params, self._auto.params))
             training.exchanger.settle()
         return lambda: None
 
@@ -256,7 +290,7 @@ class AutoStrategy:
 
     def teardown(self) -> None:
         super().teardown()
-        self._auto.forget_checkpoint()
+        self._auto.loaded, self._auto.params = Loaded(), {}  # an evaluation may have loaded a checkpoint
 
     # Checkpoints:
 
@@ -291,18 +325,19 @@ class AutoDDP(AutoStrategy):
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
+        is_sparse = any(getattr(module, "sparse", False) for module in self.lightning_module.modules())
         exchanges_updates = base.choose(self.optimizers)[0] == "update"
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-        changes_gradients = bool(trainer.gradient_clip_val) or self.scaler is not None
+        is_dense_only = is_sparse or bool(trainer.gradient_clip_val) or self.scaler is not None
         if exchanges_updates:
-            if ranks <= BFLOAT16 and halves:
+            if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
-            found |= updates(base, trainer, ranks)
-        elif trained[TOPK] >= ranks and not changes_gradients:
+            found |= self._updates(base, trainer, ranks)
+        elif trained[TOPK] >= ranks and not is_dense_only:
             found[TOPK] = base
-        for name in () if changes_gradients else ("int8", "int4"):
+        for name in () if is_dense_only else ("int8", "int4"):
             if trained[name] >= ranks:
                 found[name] = StrategyOptions(name, None, {}, base.reducer)
         return found
@@ -332,12 +367,13 @@ class AutoDDP(AutoStrategy):
         exchanger.drain()
         residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
         get_scale = exchanger.reducer.gradient_check.get_scale or (lambda: 1.0)
-        return lambda: self._add_to_next_gradients(residuals, get_scale)
+        params = self._auto.params
 
-    def _add_to_next_gradients(self, residuals: Mapping[str, torch.Tensor], get_scale: Callable[[], float]) -> None:
-        params = dict(self.lightning_module.named_parameters())
-        for name, residual in residuals.items():
-            _add_once(params[name], residual, get_scale)
+        def resume() -> None:
+            for name, residual in residuals.items():
+                _add_once(params[name], residual, get_scale)
+
+        return resume
 
     # Checkpoints:
 
@@ -346,8 +382,7 @@ class AutoDDP(AutoStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._auto.resumed = checkpoint.get(KEY, "")
-        self._auto.has_residuals = sidecars.KEY in checkpoint
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint)
         return checkpoint
 
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
@@ -359,6 +394,13 @@ class AutoDDP(AutoStrategy):
     @classmethod
     def _registered(cls) -> dict[str, dict[str, Any]]:
         return {"auto": {}}
+
+
+class Loaded(NamedTuple):
+    """The choice in the checkpoint of a fit, and whether it has residuals. Without a checkpoint they are empty."""
+
+    choice: str = ""
+    has_residuals: bool = False
 
 
 class _Choice:
@@ -374,13 +416,14 @@ class _Choice:
         tuner: decides.
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
-        resumed: the choice in the checkpoint of this fit, until `choose_first`; "" without one.
-        has_residuals: whether this checkpoint has residuals.
+        loaded: the checkpoint of this fit, until `choose_first`.
+        params: the trained parameters at the start of the present exchange, by name.
     """
 
     def __init__(self, base: StrategyOptions, name: str, stock: str) -> None:
-        self._base, self._name, self.resumed, self.reason = base, name, "", ""
-        self.has_residuals = False
+        self._base, self._name, self.reason, self.loaded = base, name, "", Loaded()
+        self.params: Mapping[str, torch.nn.Parameter] = {}
+        self._callbacks: Any = None  # a learning rate finder trains with others
         self.options: dict[str, StrategyOptions | None] = {stock: None}
         self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
@@ -394,8 +437,10 @@ class _Choice:
     def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
-        self.options = {strategy._stock: None}
-        if ranks > 1 and optimizers and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        self.options, self._callbacks = {strategy._stock: None}, trainer.callbacks
+        stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+        trains = any(id(param) in stepped for param in strategy.lightning_module.parameters())
+        if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, ranks)
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
@@ -406,17 +451,13 @@ class _Choice:
         """Choose the candidate that trains first, by the checkpoint or by the link."""
         links, names = self.tuner.links, [*self.options]
         first = names[0] if links[names[0]] < SHORT else min(links, key=links.__getitem__)
-        if self.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
+        loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
+        if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
-        resumed = self.resumed if self.resumed in names else ""
-        self.forget_checkpoint()
+        resumed = loaded.choice if loaded.choice in names else ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
-
-    def forget_checkpoint(self) -> None:
-        """Forget the loaded checkpoint: a later fit may have none, and an evaluation may have loaded this one."""
-        self.resumed, self.has_residuals = "", False
 
     def start(self, done: int, exchanges: int) -> None:
         """Begin to measure, after `done` steps of the training, and `exchanges` of the density warm-up."""
@@ -443,9 +484,10 @@ class _Choice:
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
-    def is_due(self, strategy: AutoStrategy, done: int) -> bool:
+    def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
-        if done == self._step or len(self.options) == 1:
+        done = trainer.global_step
+        if done == self._step or len(self.options) == 1 or trainer.callbacks is not self._callbacks:
             return False
         self._step = done
         exposed = strategy.reducer.seconds["exposed"]
@@ -484,22 +526,19 @@ class _Choice:
         return scalars(self._name, times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
 
 
-def updates(
-    base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK]
-) -> dict[str, StrategyOptions]:
-    """Return the candidates that exchange updates, by name.
+def renamed(state: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reducer's state with the present names of parameters, which callbacks may have renamed.
 
     Args:
-        base: the options of TopK.
-        trainer: Lightning's Trainer.
-        ranks: number of ranks that exchange with each other.
-        most: largest number of them with which TopK trains as well as dense training.
+        state: see `Reducer.state_dict`.
+        before, now: the parameters by their former and their present names.
     """
-    found = {TOPK: base} if ranks <= most else {}
-    # Weights differ among ranks while an exchange is pending, and a callback may average them then.
-    if ranks <= min(DELAYED, most) and not any(hasattr(x, "should_update") for x in trainer.callbacks):
-        found[NEXT_STEP] = replace(base, overlap="next_step")
-    return found
+    names = {id(param): name for name, param in now.items()}
+    new = {name: names.get(id(param), name) for name, param in before.items()}
+    elements = {
+        kind: {new.get(name, name): x for name, x in tensors.items()} for kind, tensors in state["elements"].items()
+    }
+    return {**state, "elements": elements}
 
 
 def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Callable[[], float]) -> None:

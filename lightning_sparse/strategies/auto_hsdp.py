@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 from lightning_sparse._compat import backend_name
 from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.stock import count_shards
-from lightning_sparse.strategies.auto import KEY, NEXT_STEP, TOPK, AutoStrategy, StockTraining, updates
+from lightning_sparse.shards import check_averages
+from lightning_sparse.strategies.auto import KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded, StockTraining
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.trained import SHARDED, TRAINED
 
@@ -35,8 +37,8 @@ class AutoHSDP(AutoStrategy):
         broadcast_buffers: whether buffers are broadcast from the first replica after each exchange of updates.
         save_distributed_checkpoint: see Lightning's ModelParallelStrategy. False writes one file with all weights,
             without residuals.
-        **kwargs: `seed`, and the further options of Lightning's ModelParallelStrategy: `process_group_backend` and
-            `timeout`.
+        **kwargs: `seed`, `overlap`, and the further options of Lightning's ModelParallelStrategy:
+            `process_group_backend` and `timeout`.
 
     Raises:
         ValueError: an option of a method, which this strategy chooses itself.
@@ -63,10 +65,12 @@ class AutoHSDP(AutoStrategy):
         )
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
+        with report_errors_to_peers():  # now, and not in the middle of training
+            check_averages(self.model, self._group)
         if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
             return {}
         most = SHARDED if self.world_size > ranks else TRAINED["adamw"][TOPK]
-        found = updates(base, trainer, ranks, most)
+        found = self._updates(base, trainer, ranks, most)
         if backend_name(self._group, self.root_device) == "nccl":  # it would run beside the collectives of FSDP2
             found.pop(NEXT_STEP, None)
         return found
@@ -84,7 +88,7 @@ class AutoHSDP(AutoStrategy):
     def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:
         # Lightning loads a sharded model after the exchange has begun.
         before, has_residuals = self.choice, info is not None and "replicas" in info
-        self._auto.resumed, self._auto.has_residuals = checkpoint.get(KEY, ""), has_residuals
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), has_residuals)
         self._auto.choose_first()
         if self.choice != before:
             self._replace(self.lightning_module.trainer)

@@ -65,7 +65,7 @@ class TrainerUpdates(UpdateTraining):
         """
         first = import_module(self._strategy._namespace).Callback()
         first.on_validation_start = first.on_train_end = self.exchange_pending
-        first.on_train_batch_end, first.on_train_epoch_end = self._check_averages, self._exchange_for_averages
+        first.on_train_batch_end, first.on_train_epoch_end = self._check_averages, self._end_epoch
         self._trainer.callbacks.insert(0, first)
         return first
 
@@ -91,12 +91,17 @@ class TrainerUpdates(UpdateTraining):
                     f"Let its should_update take the ends of epochs, {remedy}."
                 )
 
-    def _exchange_for_averages(self, trainer: Any, *_: Any) -> None:
-        """Exchange pending updates at the end of an epoch if a callback averages weights then."""
+    def _end_epoch(self, trainer: Any, *_: Any) -> None:
+        """Exchange pending updates at the end of an epoch, if weights may be read then.
+
+        With local steps, this takes a further exchange, and only a callback that averages weights needs it.
+        """
         by_epoch = import_module(self._strategy._namespace).callbacks.StochasticWeightAveraging
-        for callback in trainer.callbacks:
-            if isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch):
-                self.exchange_pending()
+        if self.exchanger.reducer.method.delayed or any(
+            isinstance(callback, by_epoch) or _averages(callback, epoch_idx=trainer.current_epoch)
+            for callback in trainer.callbacks
+        ):
+            self.exchange_pending()
 
     def state_dict(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         exchanger = self.exchanger

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import parameters_by_name
 from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.shards import AFTER_SHARDING, copies, is_any_sharded, is_sharded, local, locals_of, placement
 
@@ -25,7 +26,7 @@ def exchanged_parameters(
     Raises:
         ValueError: a parameter belongs to two optimizers or not to the model, or shares memory with another parameter.
     """
-    names = {id(param): name.replace("_orig_mod.", "") for name, param in model.named_parameters()}  # of torch.compile
+    names = {id(param): name for name, param in parameters_by_name(model).items()}
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,7 +1,8 @@
 """`auto_ddp` beside stock `ddp`: switches lose nothing, ranks stay equal, and the choice is resumed."""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ STEPS = 24
 
 def auto(plan: Sequence[str], **options: Any) -> AutoDDPStrategy:
     follow(plan)
-    return AutoDDPStrategy(process_group_backend="gloo", **options)
+    return AutoDDPStrategy(**{"process_group_backend": "gloo", "overlap": "next_step", **options})
 
 
 class Linear(Net):
@@ -208,7 +209,7 @@ def resumed(rank: int, folder: Any, name: str) -> Any:
     path = f"{folder}/last.ckpt"
     rest = fit(Net(kind, lr=0.01), strategy, rank, max_steps=2 * STEPS, ckpt_path=path)
     saved = torch.load(path, weights_only=True)[KEY]
-    left = strategy._auto.resumed, strategy._auto.has_residuals  # for the next fit
+    left = strategy._auto.loaded  # for the next fit
     return saved, [*dict.fromkeys(rest.names)], torch.equal(whole.weights[-1], rest.weights[-1]), left, said
 
 
@@ -274,7 +275,7 @@ def test_residuals_without_a_candidate_that_takes_them_are_warned_of(tmp_path):
 
 def refused(rank: int) -> list[str]:
     found = []
-    for options in ({"density": 0.1}, {"method": "topk"}, {"clip_norm": 1.0}, {"on_nonfinite": "skip"}):
+    for options in ({"density": 0.1}, {"method": "gaussiank"}, {"clip_norm": 1.0}, {"on_nonfinite": "skip"}):
         with pytest.raises(ValueError, match="chooses the exchange itself") as error:
             AutoDDPStrategy(**options)
         found.append(str(error.value).split(":")[0])
@@ -283,27 +284,53 @@ def refused(rank: int) -> list[str]:
 
 def test_options_of_a_method_are_an_error():
     assert refused(0)[0] == "AutoDDPStrategy(density=0.1)"
+    with pytest.raises(ValueError, match=r"overlap='backward'\): give 'next_step', which also tries the exchange"):
+        AutoDDPStrategy(overlap="backward")
 
 
-def only_candidates(rank: int, kind: str, size: int) -> list[str]:
-    strategy = AutoDDPStrategy(process_group_backend="gloo")
-    net = Net(getattr(torch.optim, kind), lr=0.01)
+class Unused(Net):
+    """Steps no optimizer."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class SparseEmbedding(Net):
+    """Its embedding has sparse gradients. Mean losses of the ranks are those of a larger batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, sparse=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(self.embedding.parameters(), 0.01)
+
+
+MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding}
+
+
+def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
+    strategy = auto([], overlap=overlap)
+    net = MODELS[kind]() if kind in MODELS else Net(getattr(torch.optim, kind), lr=0.01)
     trainer(strategy, size, max_steps=2).fit(net, Loader(rank, size))
     return [*strategy._auto.options]
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "names"),
+    ("kind", "size", "overlap", "names"),
     [
-        ("AdamW", 1, ["ddp"]),
-        ("LBFGS", 2, ["ddp"]),
-        ("AdamW", 2, ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
-        ("Rprop", 2, ["ddp", "topk", "int8", "int4"]),
-        *tiers([("SGD", 3, ["ddp"]), ("AdamW", 5, ["ddp", "topk"])], []),
+        ("AdamW", 1, None, ["ddp"]),
+        ("LBFGS", 2, None, ["ddp"]),
+        ("no optimizer", 2, None, ["ddp"]),
+        ("SparseAdam", 2, None, ["ddp", "topk"]),
+        ("AdamW", 2, None, ["ddp", "ddp, bf16", "topk", "int8", "int4"]),
+        ("AdamW", 2, "next_step", ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
+        ("Rprop", 2, None, ["ddp", "topk", "int8", "int4"]),
+        *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "topk"])], []),
     ],
 )
-def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, names):
-    assert lightning_ranks(size, only_candidates, kind, size) == [names] * size
+def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, overlap, names):
+    assert lightning_ranks(size, only_candidates, kind, size, overlap) == [names] * size
 
 
 def differs(rank: int) -> tuple[str, str]:
@@ -319,6 +346,143 @@ def test_ranks_with_other_candidates():
     for kind, text in lightning_ranks(2, differs):
         assert kind == "RankFailure"
         assert "Ranks differ in candidates of auto_ddp: rank 0 has ddp, bf16, rank 1 has topk" in text
+
+
+class Changes(pl.Callback):
+    """Calls a function of the module before step 9, and records the store's key for SIGTERM."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change, self.keys = change, set[str]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.keys.add(trainer.strategy.reducer.comm.peers.terminating)
+        if trainer.global_step == 9:
+            self.change(module)
+
+
+def unfreeze(module: Net) -> None:
+    module.embedding.requires_grad_(True)
+
+
+def rename(module: Net) -> None:
+    """Rename parameters, as ModelPruning does."""
+    module.layers[0] = nn.Sequential(module.layers[0])
+
+
+class Frozen(Net):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.embedding.requires_grad_(False)
+
+
+class Scaled(Linear):
+    """Scales its loss by a GradScaler of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization, self.scaler = False, torch.amp.GradScaler("cpu", init_scale=2.0**9)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.scaler.scale(super().training_step(batch, index)))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+def changed(rank: int, kind: str, plan: list[str], net: Any, change: Any) -> Any:
+    def trained(strategy: Any, change: Any = change) -> Any:
+        callback = Changes(change) if isinstance(strategy, AutoDDPStrategy) else None
+        made = net(getattr(torch.optim, kind), lr=0.01)
+        watch = fit(made, strategy, rank, callbacks=[callback] if callback else [])
+        return made, watch, callback and callback.keys
+
+    (made, watch, keys), (stock, _, _) = trained(auto(plan)), trained("ddp")
+    return watch.names, made.weights, stock.weights, made.embedding.weight.detach().clone(), len(keys)
+
+
+PLANS = [["ddp", "ddp"], ["int4", "ddp"], ["ddp", "topk"], ["topk", "ddp, bf16"]]
+
+
+@pytest.mark.parametrize("plan", tiers(PLANS, PLANS[1:2]))
+def test_layers_that_a_callback_unfreezes_are_trained_alike(plan):
+    """Stock ddp would average only the layers that were trained when it wrapped the model."""
+    (names, first, _, embedding, _), (_, second, *_) = lightning_ranks(2, changed, "AdamW", plan, Frozen, unfreeze)
+    assert {*names} == {*plan}
+    assert torch.equal(first, second)
+    assert not torch.equal(embedding, Frozen().embedding.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    tiers([("AdamW", ["topk", "topk, next step", "ddp"]), ("SGD", ["topk", "ddp"])], [("SGD", ["topk", "ddp"])]),
+)
+def test_parameters_that_a_callback_renames_keep_their_residuals(kind, plan):
+    plan = [plan[0], *plan]  # a switch comes after the change
+    net = Linear if kind == "SGD" else Net
+    (names, first, stock, *_, keys), (_, second, *_) = lightning_ranks(2, changed, kind, plan, net, rename)
+    assert {*names} == {*plan}
+    assert torch.equal(first, second)
+    if kind == "SGD":  # see test_no_gradient_is_lost_in_switches
+        torch.testing.assert_close(first, stock, rtol=0, atol=24 * 4 * 2**-24)
+    assert keys == 1, "ranks find a request to end that came before a switch"
+
+
+def test_a_residual_takes_the_loss_scale_of_the_module():
+    """As in test_no_gradient_is_lost_in_switches."""
+    results = lightning_ranks(2, changed, "SGD", ["topk", "ddp"], Scaled, lambda _: None)
+    (_, first, stock, *_), (_, second, *_) = results
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, stock, rtol=0, atol=24 * 4 * 2**-24)
+
+
+def sparse(rank: int) -> Any:
+    watches = [fit(SparseEmbedding(), strategy, rank) for strategy in (auto(["topk", "ddp"]), auto([]), "ddp")]
+    return [watch.weights[-1] for watch in watches]
+
+
+def test_an_embedding_with_sparse_gradients_is_trained_with_and_without_compression():
+    (switched, measured, stock), others = lightning_ranks(2, sparse)
+    assert torch.equal(switched, others[0])
+    assert torch.equal(measured, others[1])
+    assert stock.shape == measured.shape
+
+
+def finds_a_rate(rank: int, folder: Path) -> Any:
+    os.chdir(folder)  # the finder saves there
+    net = Net(torch.optim.AdamW, lr=0.01)
+    net.lr = 0.01
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=20, update_attr=True)
+    watch = fit(net, auto(["topk, next step", "ddp", "topk"]), rank, callbacks=[finder])
+    return [*dict.fromkeys(watch.names)], len(finder.optimal_lr.results["lr"]), watch.weights[-1]
+
+
+def test_a_learning_rate_finder_trains_with_the_first_candidate(tmp_path):
+    (names, rates, first), (_, _, second) = lightning_ranks(2, finds_a_rate, tmp_path)
+    assert names == ["topk, next step", "ddp", "topk"]
+    assert rates >= 19
+    assert torch.equal(first, second)
+
+
+def evaluated(rank: int, folder: Path) -> Any:
+    saves = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    net, strategy = Net(torch.optim.AdamW, lr=0.01), auto(["ddp", "topk"])
+    run = trainer(strategy, 2, max_steps=STEPS, max_epochs=-1, callbacks=[saves])
+    run.fit(net, Loader(rank, 2))
+    settled = [strategy._auto.tuner.is_settled]
+    net.test_step = net.training_step
+    run.test(net, Loader(rank, 2), ckpt_path=f"{folder}/last.ckpt")
+    settled.append(bool(strategy._auto.loaded.choice))
+    path = f"{folder}/after.ckpt"
+    fit(net, auto(["topk", "ddp"]), rank)
+    later = trainer(auto(["topk", "ddp"]), 2, max_steps=STEPS, max_epochs=-1)
+    later.fit(net, Loader(rank, 2))
+    later.save_checkpoint(path)
+    return settled, Path(f"{path}.residuals").exists()
+
+
+def test_an_evaluated_checkpoint_is_forgotten_and_stock_training_saves_no_residuals(tmp_path):
+    assert lightning_ranks(2, evaluated, tmp_path) == [([True, False], False)] * 2
 
 
 class Failing(pl.Callback):

@@ -36,7 +36,7 @@ SPARSE = Method(TopK(density=0.2), Residual(), update_rule=UpdateRule(rescale=Fa
 
 def auto(plan: Sequence[str], **options: Any) -> AutoHSDPStrategy:
     follow(plan)
-    return AutoHSDPStrategy(**{"replicas": 2, "process_group_backend": "gloo", **options})
+    return AutoHSDPStrategy(**{"replicas": 2, "process_group_backend": "gloo", "overlap": "next_step", **options})
 
 
 class Save(pl.Callback):
@@ -206,7 +206,7 @@ def resumed(rank: int, folder: str, plan: list[str]) -> Any:
     strategy.inform = said.append  # type: ignore[method-assign]
     rest = watched(strategy, path=path)
     saved = torch.load(f"{path}/meta.pt", weights_only=True)[KEY]
-    left = strategy._auto.resumed, strategy._auto.has_residuals  # for the next fit
+    left = strategy._auto.loaded  # for the next fit
     return saved, rest.names, all(map(torch.equal, unbroken.weights[15:], rest.weights)), left, said
 
 
@@ -257,7 +257,7 @@ def test_checkpoints_of_other_strategies_and_ours_in_theirs(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "topk"}, {"density": 0.1}, {"bucket_cap_mb": 5}, {"clip_norm": 1.0}, {"value_format": "int8"}],
+    [{"method": "gaussiank"}, {"density": 0.1}, {"bucket_cap_mb": 5}, {"clip_norm": 1.0}, {"value_format": "int8"}],
 )
 def test_options_of_a_method_are_an_error(options):
     with pytest.raises(ValueError, match=r"AutoHSDPStrategy\(.* chooses the exchange itself.*topk_hsdp"):
@@ -273,9 +273,10 @@ def test_other_options_are_those_of_topk_hsdp():
 
 def only_candidates(rank: int, kind: str, replicas: int) -> Any:
     said: list[str] = []
-    strategy = auto([], replicas=replicas)
+    optimizer, _, without = kind.partition(" without ")
+    strategy = auto([], replicas=replicas, overlap=None if without else "next_step")
     strategy.inform = said.append  # type: ignore[method-assign]
-    error = attempt(lambda: fitted(strategy, Module(getattr(torch.optim, kind)), max_steps=2))
+    error = attempt(lambda: fitted(strategy, Module(getattr(torch.optim, optimizer)), max_steps=2))
     return [*strategy._auto.options], said, error
 
 
@@ -288,6 +289,7 @@ def only_candidates(rank: int, kind: str, replicas: int) -> Any:
         ("LBFGS", 2, ["dense"]),
         ("AdamW", 2, ["dense", "topk", "topk, next step"]),
         ("AdamW", 4, ["dense", "topk", "topk, next step"]),
+        ("AdamW without overlap", 4, ["dense", "topk"]),
     ],
 )
 def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, replicas, names):
@@ -297,6 +299,27 @@ def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, replica
         if rank == 0 and len(names) == 1:
             [text] = said
             assert "Chosen by auto_hsdp, by the optimizer or the number of ranks." in text
+
+
+class Temperature(Module):
+    """Has a parameter that no module of fully_shard holds."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def unsharded(rank: int) -> Any:
+    module = Temperature()
+    error = attempt(lambda: fitted(auto(["topk", "dense"], replicas=4), module))
+    return error, len(module.seen)
+
+
+@full
+def test_a_parameter_outside_of_fully_shard_is_an_error_before_the_first_step():
+    for error, seen in lightning_ranks(4, unsharded):
+        assert "'temperature' is in no module of fully_shard" in error
+        assert seen == 0
 
 
 def beside_another(rank: int, name: str, event: str) -> tuple[str, float]:
