@@ -49,14 +49,14 @@ STRATEGIES: dict[str, Any] = {
     "topk, next step": functools.partial(SparseDDPStrategy, "topk", overlap="next_step"),
     "int8": functools.partial(SparseDDPStrategy, "int8"),
     "int4": functools.partial(SparseDDPStrategy, "int4"),
-    "auto": AutoDDPStrategy,
+    "auto": functools.partial(AutoDDPStrategy, overlap="next_step"),
 }
 REPLICAS = "two replicas of two shards"
 SHARDED: dict[str, Any] = {
     "dense": functools.partial(SparseHSDPStrategy, "dense", replicas=2),
     "topk": functools.partial(SparseHSDPStrategy, "topk", replicas=2),
     "topk, next step": functools.partial(SparseHSDPStrategy, "topk", replicas=2, overlap="next_step"),
-    "auto": functools.partial(AutoHSDPStrategy, replicas=2),
+    "auto": functools.partial(AutoHSDPStrategy, replicas=2, overlap="next_step"),
 }
 """Strategies of the event `REPLICAS`. Each replica is a node of two ranks."""
 MODELS = {0.02: (64, 0.03), 0.3: (256, 0.03), 5: (1024, 0.06), 25: (2304, 0.15)}

@@ -22,8 +22,8 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
 
     Floating-point tensors become their mean over the ranks. If the `state_dict` still differs among ranks, for example
     because of different counts of steps, all ranks load rank 0's. There is no mean if ranks have states of different
-    parameters, or if a state has more than numbers and floating-point tensors, such as quantized moments. Of sharded
-    parameters, states are this rank's part.
+    parameters, or if a state has other values than numbers and floating-point tensors. Quantized moments are an example.
+    Of sharded parameters, states are this rank's part.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
@@ -43,7 +43,7 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
 
 
 def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:
-    """Let gradient scalers take the loss scale of rank 0. All ranks call it, with as many scalers in the same order."""
+    """Let gradient scalers take the loss scale of rank 0. All ranks call it, with the same scalers."""
     for scaler in scalers:
         scaler.load_state_dict(_from_rank_0(comm, scaler.state_dict()))
 
