@@ -157,6 +157,11 @@ class ReducerOptions:
     on_nonfinite: OnNonFinite = "raise"
     clip_norm: float | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ReducerOptions:
+        """Return the options among given arguments."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
     def __post_init__(self) -> None:
         densities = _densities(self.density_warmup)
         object.__setattr__(self, "density_warmup", densities)

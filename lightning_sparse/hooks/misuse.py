@@ -6,7 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import has_step_hooks, in_ddp_forward, version
+
+if TYPE_CHECKING:
+    from lightning_sparse.hooks.update_exchange import UpdateExchanger
 
 log = logging.getLogger(__name__)
 
@@ -162,26 +165,7 @@ class ExplainFailures:
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 
 
-class Attached(Protocol):
-    """An exchange of a model's updates."""
-
-    def close(self) -> None:
-        """End the exchange."""
-
-    def end_if_soon(self) -> None:
-        """Complete a pending exchange if it can complete without waiting for peers."""
-
-    def raise_known_failure(self) -> None:
-        """Raise the error that has ended training, if there is one."""
-
-    def fail_in_model(self, error: BaseException) -> None:
-        """Report that a connection broke in a collective of the model."""
-
-    def warn_of_pending(self) -> None:
-        """Warn if steps have not been exchanged."""
-
-
-def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Optimizer]) -> None:
+def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Sequence[Optimizer]) -> None:
     """Register the exchange of a model's updates, and close an earlier one.
 
     The exchange is closed when the model is deleted or attached again. Further steps of its optimizers then raise an
@@ -191,7 +175,7 @@ def keep_attached(model: nn.Module, exchange: Attached, optimizers: Sequence[Opt
     _attached[model] = weakref.finalize(model, _abandon, exchange, optimizers, GONE)
 
 
-def attached(model: nn.Module) -> Attached | None:
+def attached(model: nn.Module) -> UpdateExchanger | None:
     """Return the exchange of a model's updates, if there is one."""
     finalizer = _attached.get(model)
     found = finalizer and finalizer.peek()
@@ -211,7 +195,7 @@ GONE = (
 )
 
 
-def _abandon(exchange: Attached, optimizers: Sequence[Optimizer], why: str) -> None:
+def _abandon(exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: str) -> None:
     exchange.warn_of_pending()
     exchange.close()
 

@@ -111,15 +111,7 @@ class DDPOptions:
         # With an explicit size, DDP's buckets hold the same parameters as our segments, so no segment waits for two.
         if kwargs.get("bucket_cap_mb") is None:
             kwargs["bucket_cap_mb"] = 25
-        reducer_options = ReducerOptions(
-            granularity=granularity,
-            bucket_cap_mb=kwargs["bucket_cap_mb"],
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            clip_norm=clip_norm,
-        )
+        reducer_options = ReducerOptions.of({**given, "bucket_cap_mb": kwargs["bucket_cap_mb"]})
         self._options = StrategyOptions(
             method, density, own, reducer_options, hierarchical, exchange, local_steps, overlap
         )

@@ -125,17 +125,9 @@ class HSDPOptions:
             )
         self._check_sizes()
         check_optional("timeout", timeout)
-        reducer_options = ReducerOptions(
-            granularity=granularity,
-            bucket_cap_mb=bucket_cap_mb,
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            clip_norm=clip_norm,
-        )
+        reducer = ReducerOptions.of(given)
         self._options = StrategyOptions(
-            method, density, own, reducer_options, exchange="update", local_steps=local_steps, overlap=overlap
+            method, density, own, reducer, exchange="update", local_steps=local_steps, overlap=overlap
         )
         super().__init__(  # type: ignore[call-arg]  # sizes are "auto", because this strategy makes the mesh
             data_parallel_size="auto",
