@@ -44,7 +44,7 @@ SHAPES = {  # replicas, and ranks that shard each of them
     "TopUp, four ranks with whole models": (4, 0),
     "TopUp, hierarchical": (4, 0),  # two nodes of two ranks, which average their updates densely
 }
-CURVES = list(SHAPES)[:5]
+CURVES = list(SHAPES)[:6]
 TIMED = ["dense HSDP", "TopUp between replicas", "TopUp, four ranks with whole models", "TopUp, hierarchical"]
 
 
