@@ -38,6 +38,12 @@ class UpdateTraining(Training):
         self.exchanger.begin()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        if optimizer not in self.optimizers:
+            name = type(optimizer).__name__
+            raise self.failed(
+                f"This {name} is not one of the optimizers that fit began with, so its updates are not exchanged. "
+                f"Return all optimizers from configure_optimizers, and keep trainer.optimizers as it is."
+            )
         with self.exchanger.one_step(optimizer):
             return step(self._checked(optimizer, closure))
 

@@ -1458,6 +1458,20 @@ def test_an_optimizer_that_evaluates_other_weights_is_warned_of_where_they_diffe
     assert warned[0].startswith("ScheduleFree.eval() makes weights of its own state, in which ranks differ")
 
 
+class Replaces(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy.optimizers = [torch.optim.AdamW(module.parameters(), 0.01)]
+
+
+def test_an_optimizer_that_a_callback_puts_in_place_is_an_error():
+    def rank(rank: int) -> str:
+        run = trainer(SparseDDPStrategy("topk"), 2, callbacks=[Replaces()])
+        return caught(lambda: run.fit(AdamNet(), Loader(rank, 2)))[1]
+
+    for text in lightning_ranks(2, rank):
+        assert "This AdamW is not one of the optimizers that fit began with" in text
+
+
 def test_a_density_that_is_small_for_updates_is_warned_of_unless_the_optimizer_is_sgd():
     def run(rank: int) -> list[list[str]]:
         cases = [(AdamNet, 0.001), (AdamNet, 0.01), (AdamNet, None), (Net, 0.001)]
