@@ -187,13 +187,18 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     ):
         if given:
             raise ValueError(f"DistributedDataParallel({option}=...) bypasses the exchange of gradients: leave it out.")
-    for name, module in ddp.module.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise TypeError(
-                f"{name or 'The model'!r} is a {type(module).__name__} with sparse=True: sparse gradients cannot be "
-                f"compressed. Set sparse=False, or train with strategy='ddp'."
-            )
+    if (name := sparse_embedding(ddp.module)) is not None:
+        raise TypeError(
+            f"{name or 'The model'!r} is an embedding with sparse=True: sparse gradients cannot be compressed. Set "
+            f"sparse=False, or train with strategy='ddp'."
+        )
     return reduced_parameters(ddp)
+
+
+def sparse_embedding(model: torch.nn.Module) -> str | None:
+    """Return the name of a module whose gradients are sparse; None if there is none."""
+    embeddings = torch.nn.Embedding | torch.nn.EmbeddingBag
+    return next((name for name, each in model.named_modules() if isinstance(each, embeddings) and each.sparse), None)
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

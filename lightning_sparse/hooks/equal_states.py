@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch.optim import Optimizer
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.shards import local, state_like
+
+KEPT = "lightning_sparse: kept"
+"""Stands for an object that ranks do not send, such as a function: each keeps its own."""
 
 
 @torch.no_grad()
@@ -29,17 +34,13 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
     tensors = [x for state in values for _, x in state if _is_averaged(x)]
     is_plain = all(_is_averaged(x) or _is_number(x) for state in values for _, x in state)
-    kinds = [[(key, type(x).__name__, getattr(x, "shape", None)) for key, x in state] for state in values]
+    kinds = [[(key, f"{type(x)}", _is_averaged(x), getattr(x, "shape", None)) for key, x in each] for each in values]
     if _are_equal(comm, kinds, params[0].device) and is_plain:
         for x in filter(Tensor.numel, tensors):
             x.copy_(comm.all_reduce(x.float()).div_(comm.size))
     own = optimizer.state_dict()
     if not _are_equal(comm, own, params[0].device):
-        whole = _from_rank_0(comm, _parts(own))
-        if "state" in whole:
-            states = whole["state"].items()
-            whole["state"] = {i: {key: state_like(params[i], x) for key, x in each.items()} for i, each in states}
-        optimizer.load_state_dict(whole)
+        _load(optimizer, params, _merged(own, _from_rank_0(comm, _sent(own))))
 
 
 def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:
@@ -48,13 +49,30 @@ def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:
         scaler.load_state_dict(_from_rank_0(comm, scaler.state_dict()))
 
 
+def _load(optimizer: Optimizer, params: list[Any], state_dict: dict[str, Any]) -> None:
+    """Load a state whose tensors are on the host. Of sharded parameters, it has this rank's part."""
+    states = state_dict.get("state", {})
+    of_params = {params[i]: each for i, each in states.items() if isinstance(i, int) and isinstance(each, dict)}
+    wrapped = {
+        i: {key: state_like(params[i], x) for key, x in each.items()} if isinstance(i, int) else each
+        for i, each in states.items()
+    }
+    optimizer.load_state_dict({**state_dict, **({"state": wrapped} if states else {})})
+    for param, each in of_params.items():
+        for key, x in each.items():
+            loaded = optimizer.state[param].get(key)
+            # torch gives all states the dtype of the parameter, which differs for bf16 weights with fp32 moments.
+            if isinstance(loaded, Tensor) and isinstance(x, Tensor) and loaded.dtype != x.dtype:
+                optimizer.state[param][key] = state_like(param, x.to(local(loaded).device))
+
+
 def _is_averaged(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+    return type(x) is Tensor and x.is_floating_point() and x.dim() > 0 and x.layout is torch.strided
 
 
 def _is_number(x: Any) -> bool:
     """Return whether a value of an optimizer's state is a number, a text or None."""
-    return x.dim() == 0 if isinstance(x, Tensor) else x is None or isinstance(x, bool | int | float | str)
+    return x.dim() == 0 if isinstance(x, Tensor) else x is None or isinstance(x, Number | str)
 
 
 def _from_rank_0(comm: ProcessGroupComm, value: Any) -> Any:
@@ -75,22 +93,40 @@ def _are_equal(comm: ProcessGroupComm, value: Any, device: torch.device) -> bool
 
 def _add(digest: Any, value: Any) -> None:
     """Add numbers, texts and tensors to a hash, in dictionaries and sequences. Of other objects, it is their class."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=repr) for part in (key, value[key])]
     if isinstance(value, list | tuple):
         for each in (len(value), *value):
             _add(digest, each)
     elif isinstance(value, Tensor):
-        digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
-        digest.update(as_bytes(local(value).detach().cpu()).numpy().data)
+        part = local(value).detach().cpu()
+        is_plain = type(part) in (Tensor, torch.nn.Parameter) and part.layout is torch.strided
+        digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+        digest.update(as_bytes(part).numpy().data if is_plain else pickle.dumps(part))
     else:
         digest.update(repr(value if _is_number(value) else type(value)).encode())
 
 
-def _parts(value: Any) -> Any:
-    """Return a value in which sharded tensors are this rank's part."""
-    if isinstance(value, dict):
-        return {key: _parts(each) for key, each in value.items()}
+def _sent(value: Any) -> Any:
+    """Return a value as rank 0 sends it: tensors on the host, this rank's part of sharded ones, and `KEPT`."""
+    if isinstance(value, Mapping):
+        return {key: _sent(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_parts, value))
-    return local(value)
+        return [*map(_sent, value)]
+    if isinstance(value, Tensor):
+        return local(value).detach().cpu()
+    return value if _is_number(value) else KEPT
+
+
+def _merged(own: Any, sent: Any) -> Any:
+    """Return rank 0's value with this rank's objects in place of `KEPT`, and its kinds of sequences."""
+    if isinstance(sent, str) and sent == KEPT:
+        return own
+    if isinstance(sent, dict):
+        has = own if isinstance(own, Mapping) else {}
+        return {key: _merged(has.get(key), each) for key, each in sent.items()}
+    if isinstance(sent, list):
+        mine = own if isinstance(own, list | tuple) and len(own) == len(sent) else [None] * len(sent)
+        parts = [_merged(each, its) for each, its in zip(mine, sent, strict=True)]
+        return type(own)(*parts) if hasattr(own, "_fields") else tuple(parts) if isinstance(own, tuple) else parts
+    return sent

@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import ddp_options, parameters_by_name
-from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
+from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
@@ -137,7 +138,7 @@ class AutoStrategy:
             )
         options = inspect.signature(super().__init__).parameters
         for option in self._chosen:  # a configuration file passes all defaults explicitly
-            if option in kwargs and (value := kwargs.pop(option)) != options[option].default:
+            if option in kwargs and option in options and (value := kwargs.pop(option)) != options[option].default:
                 raise self._refused(option, value)
         super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
         for option, value in self._options.own.items():
@@ -200,15 +201,12 @@ class AutoStrategy:
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
-        self._auto.params, options = self._trained_parameters(), self._auto.options[name]
+        self._auto.parameters, options = Parameters.of(self.lightning_module), self._auto.options[name]
         if options is None:
             self._use_stock(name, trainer)
         else:
             self._options = options
             super()._start_exchange(trainer)
-
-    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: x for name, x in parameters_by_name(self.lightning_module).items() if x.requires_grad}
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
@@ -225,8 +223,6 @@ class AutoStrategy:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer = self.lightning_module.trainer
-        if not isinstance(self._training, UpdateTraining) and self._has_other_parameters():
-            self._switch(trainer)  # to the same exchange: a callback has unfrozen layers, for example
         if self._auto.is_due(self, trainer):
             before = self.choice
             text = self._auto.decide(self)
@@ -239,10 +235,6 @@ class AutoStrategy:
                     logger.log_metrics(self._auto.scalars(), trainer.global_step)
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
-
-    def _has_other_parameters(self) -> bool:
-        """Return whether other parameters are trained than at the start of the exchange."""
-        return [*map(id, self._trained_parameters().values())] != [*map(id, self._auto.params.values())]
 
     def _switch(self, trainer: Any) -> None:
         """Change to the chosen exchange between two steps. Nothing is lost."""
@@ -270,8 +262,8 @@ class AutoStrategy:
         if isinstance(training, UpdateTraining):
             training.exchange_pending()
             if options is not None and options.choose(self.optimizers)[0] == "update":
-                state, params = training.exchanger.reducer.state_dict(), self._auto.params
-                return lambda: self.reducer.load_state_dict(renamed(state, params, self._auto.params))
+                state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
+                return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
             training.exchanger.settle()
         return lambda: None
 
@@ -290,7 +282,7 @@ class AutoStrategy:
 
     def teardown(self) -> None:
         super().teardown()
-        self._auto.loaded, self._auto.params = Loaded(), {}  # an evaluation may have loaded a checkpoint
+        self._auto.forget()
 
     # Checkpoints:
 
@@ -314,6 +306,7 @@ class AutoDDP(AutoStrategy):
 
     Args:
         seed: the seed of the methods' random choices.
+        overlap: see `AutoStrategy`.
         **kwargs: the options of Lightning's DDPStrategy and torch's DistributedDataParallel.
 
     Raises:
@@ -325,7 +318,7 @@ class AutoDDP(AutoStrategy):
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
-        is_sparse = any(getattr(module, "sparse", False) for module in self.lightning_module.modules())
+        is_sparse = sparse_embedding(self.lightning_module) is not None
         exchanges_updates = base.choose(self.optimizers)[0] == "update"
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
@@ -367,13 +360,29 @@ class AutoDDP(AutoStrategy):
         exchanger.drain()
         residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
         get_scale = exchanger.reducer.gradient_check.get_scale or (lambda: 1.0)
-        params = self._auto.params
+        params = self._auto.parameters.by_name
 
         def resume() -> None:
             for name, residual in residuals.items():
-                _add_once(params[name], residual, get_scale)
+                if params[name].requires_grad:
+                    _add_once(params[name], residual, get_scale)
 
         return resume
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        params = self._auto.parameters
+        unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
+        if unfrozen and not isinstance(self._training, UpdateTraining):
+            # DDP averages only the gradients of parameters that were trained when it wrapped the model.
+            try:
+                self._switch(self.lightning_module.trainer)  # to the same exchange
+            except RankFailure as error:
+                raise RankFailure(
+                    f"{unfrozen[0]!r} was unfrozen on rank {self.global_rank}, and then: {error} Unfreeze the same "
+                    f"parameters before the same step on all ranks."
+                ) from error
+            self._auto.measure_again(self)
+        super().on_train_batch_start(batch, batch_idx)
 
     # Checkpoints:
 
@@ -403,6 +412,19 @@ class Loaded(NamedTuple):
     has_residuals: bool = False
 
 
+class Parameters(NamedTuple):
+    """A model's parameters by name, and the names of frozen ones."""
+
+    by_name: Mapping[str, torch.nn.Parameter] = {}
+    frozen: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Parameters:
+        """Return the present parameters of a model."""
+        by_name = parameters_by_name(model)
+        return cls(by_name, [name for name, param in by_name.items() if not param.requires_grad])
+
+
 class _Choice:
     """The candidates of a fit, their measurements, and the present choice.
 
@@ -417,13 +439,13 @@ class _Choice:
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
         loaded: the checkpoint of this fit, until `choose_first`.
-        params: the trained parameters at the start of the present exchange, by name.
+        parameters: those at the start of the present exchange.
     """
 
     def __init__(self, base: StrategyOptions, name: str, stock: str) -> None:
         self._base, self._name, self.reason, self.loaded = base, name, "", Loaded()
-        self.params: Mapping[str, torch.nn.Parameter] = {}
-        self._callbacks: Any = None  # a learning rate finder trains with others
+        self.parameters = Parameters()
+        self._callbacks: Sequence[Any] = ()  # a learning rate finder trains without them
         self.options: dict[str, StrategyOptions | None] = {stock: None}
         self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
@@ -437,7 +459,7 @@ class _Choice:
     def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
-        self.options, self._callbacks = {strategy._stock: None}, trainer.callbacks
+        self.options, self._callbacks = {strategy._stock: None}, [*trainer.callbacks]
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         trains = any(id(param) in stepped for param in strategy.lightning_module.parameters())
         if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
@@ -458,6 +480,15 @@ class _Choice:
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
+
+    def forget(self) -> None:
+        """Forget a fit, and a checkpoint that an evaluation has loaded."""
+        self.loaded, self.parameters, self._callbacks = Loaded(), Parameters(), ()
+
+    def measure_again(self, strategy: AutoStrategy) -> None:
+        """Measure the link for a model of another size, and try the candidates anew. All ranks call it."""
+        if len(self.options) > 1:
+            self.tuner.restart(self._measure(strategy))
 
     def start(self, done: int, exchanges: int) -> None:
         """Begin to measure, after `done` steps of the training, and `exchanges` of the density warm-up."""
@@ -487,7 +518,8 @@ class _Choice:
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
         done = trainer.global_step
-        if done == self._step or len(self.options) == 1 or trainer.callbacks is not self._callbacks:
+        in_finder = self._callbacks and not any(callback in trainer.callbacks for callback in self._callbacks)
+        if done == self._step or len(self.options) == 1 or in_finder:
             return False
         self._step = done
         exposed = strategy.reducer.seconds["exposed"]
@@ -509,7 +541,7 @@ class _Choice:
             factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         comm.sent_bytes = sent  # counts the bytes of steps only
         if self.tuner.decide(slowest, factor):
-            self.tuner.restart(self._measure(strategy))
+            self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest.seconds:.3g} ms now"
             return f"{self._name}: {now}, and {self._link_text()}: it tries again."
         if self.tuner.current != before:
@@ -526,15 +558,15 @@ class _Choice:
         return scalars(self._name, times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
 
 
-def renamed(state: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> dict[str, Any]:
     """Return a reducer's state with the present names of parameters, which callbacks may have renamed.
 
     Args:
         state: see `Reducer.state_dict`.
-        before, now: the parameters by their former and their present names.
+        before, now: the parameters with their former and their present names.
     """
-    names = {id(param): name for name, param in now.items()}
-    new = {name: names.get(id(param), name) for name, param in before.items()}
+    names = {id(param): name for name, param in now.by_name.items()}
+    new = {name: names.get(id(param), name) for name, param in before.by_name.items()}
     elements = {
         kind: {new.get(name, name): x for name, x in tensors.items()} for kind, tensors in state["elements"].items()
     }

@@ -1,10 +1,14 @@
 """`auto_ddp` beside stock `ddp`: switches lose nothing, ranks stay equal, and the choice is resumed."""
 
+import copy
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import pytorch_lightning as pl
@@ -155,14 +159,22 @@ class Keeps(torch.optim.AdamW):
         super().load_state_dict({key: x for key, x in state_dict.items() if key != "kept"})
 
 
-def differing(rank: int, quantized: bool) -> tuple[list[Any], list[Any]]:
+class Pair(NamedTuple):
+    first: Tensor
+    second: float
+
+
+def differing(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
     """Return the state of an optimizer and a scaler that differ among ranks, before and after."""
     net = nn.Linear(20, 30)
+    if kind == "bf16":
+        net.bfloat16()
     optimizer, scaler = Keeps(net.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**-rank)
     attach_updates(net, optimizer, "topk", density=0.1, density_warmup=())
     torch.manual_seed(rank)
     for _ in range(3):
-        scaler.scale(net(torch.randn(4, 20)).pow(2).sum()).backward()
+        inputs = torch.randn(4, 20, dtype=net.weight.dtype)
+        scaler.scale(net(inputs).float().pow(2).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
     optimizer.kept = [torch.tensor(float(rank))]
@@ -171,14 +183,26 @@ def differing(rank: int, quantized: bool) -> tuple[list[Any], list[Any]]:
     for state in optimizer.state.values():
         state["step"] += rank  # a gradient scaler has left out a step
         state["number"] = rank
-        if quantized:
+        if kind == "codes":
             state["codes"] = torch.tensor([rank])
+        if kind == "bf16":
+            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    optimizer.param_groups[0]["schedule"] = lambda: rank  # pickle refuses it
+    if kind == "others":
+        optimizer.state["of all parameters"] = {"pair": Pair(torch.ones(2) * rank, rank), "step": rank}
 
     def state() -> list[Any]:
-        states, group = [*optimizer.state.values()], optimizer.param_groups[0]
+        states, group = [optimizer.state[param] for param in net.parameters()], optimizer.param_groups[0]
+        assert group["schedule"]() == rank
+        if kind == "bf16":
+            assert {state["exp_avg"].dtype for state in states} == {torch.float32}
         others = [each[key] for each in states for key in each if key not in ("exp_avg", "exp_avg_sq")]
         moments = [each[key].clone() for each in states for key in ("exp_avg", "exp_avg_sq")]
         numbers = (*others, *optimizer.kept, group["d"], group["as a tensor"], scaler.get_scale())
+        if kind == "others":
+            pair = optimizer.state["of all parameters"]["pair"]
+            numbers = (*numbers, pair.second)
+            assert torch.equal(pair.first, torch.ones(2) * pair.second)
         return [*map(float, numbers), *moments]
 
     before = state()
@@ -186,16 +210,16 @@ def differing(rank: int, quantized: bool) -> tuple[list[Any], list[Any]]:
     return before, state()
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_numbers_and_scalers_are_rank_0s_after_settling(quantized):
+@pytest.mark.parametrize("kind", ["numbers", "codes", "bf16", "others"])
+def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
     """The mean of quantized moments would be wrong. So all ranks take those of rank 0, with their scales."""
-    (first, now), (other, its) = run_ranks(2, differing, quantized)
+    (first, now), (other, its) = run_ranks(2, differing, kind)
     for before, others, after, its_own in zip(first, other, now, its, strict=True):
         if isinstance(before, float):
             assert after == its_own == before != others
         else:
             assert torch.equal(after, its_own)
-            assert torch.equal(after, before if quantized else (before + others) / 2)
+            assert torch.equal(after, before if kind == "codes" else (before + others) / 2)
 
 
 def resumed(rank: int, folder: Any, name: str) -> Any:
@@ -364,6 +388,15 @@ def unfreeze(module: Net) -> None:
     module.embedding.requires_grad_(True)
 
 
+def unfreeze_on_rank_1(module: Net) -> None:
+    if module.global_rank == 1:
+        unfreeze(module)
+
+
+def freeze(module: Net) -> None:
+    module.embedding.requires_grad_(False)
+
+
 def rename(module: Net) -> None:
     """Rename parameters, as ModelPruning does."""
     module.layers[0] = nn.Sequential(module.layers[0])
@@ -390,14 +423,14 @@ class Scaled(Linear):
         self.scaler.update()
 
 
-def changed(rank: int, kind: str, plan: list[str], net: Any, change: Any) -> Any:
+def changed(rank: int, kind: str, plan: list[str], net: Any, change: Any, **options: Any) -> Any:
     def trained(strategy: Any, change: Any = change) -> Any:
         callback = Changes(change) if isinstance(strategy, AutoDDPStrategy) else None
         made = net(getattr(torch.optim, kind), lr=0.01)
         watch = fit(made, strategy, rank, callbacks=[callback] if callback else [])
         return made, watch, callback and callback.keys
 
-    (made, watch, keys), (stock, _, _) = trained(auto(plan)), trained("ddp")
+    (made, watch, keys), (stock, _, _) = trained(auto(plan, **options)), trained("ddp")
     return watch.names, made.weights, stock.weights, made.embedding.weight.detach().clone(), len(keys)
 
 
@@ -411,6 +444,29 @@ def test_layers_that_a_callback_unfreezes_are_trained_alike(plan):
     assert {*names} == {*plan}
     assert torch.equal(first, second)
     assert not torch.equal(embedding, Frozen().embedding.weight)
+
+
+def test_layers_that_a_callback_freezes_stay_as_they_are():
+    train = partial(changed, find_unused_parameters=True)
+    results = lightning_ranks(2, train, "SGD", ["topk", "ddp"], Net, freeze)
+    (names, first, *_), (_, second, *_) = results
+    assert {*names} == {"topk", "ddp"}
+    assert torch.equal(first, second)
+
+
+def unfrozen_alone(rank: int) -> str:
+    strategy = auto(["ddp", "ddp"], timeout=timedelta(seconds=5))
+    net, callback = Frozen(torch.optim.AdamW, lr=0.01), Changes(unfreeze_on_rank_1)
+    try:
+        fit(net, strategy, rank, callbacks=[callback])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_one_rank_alone_unfreezes_is_named():
+    _, text = lightning_ranks(2, unfrozen_alone, timeout=5)
+    assert "'embedding.weight' was unfrozen on rank 1, and then: " in text
 
 
 @pytest.mark.parametrize(
@@ -475,8 +531,11 @@ def evaluated(rank: int, folder: Path) -> Any:
     settled.append(bool(strategy._auto.loaded.choice))
     path = f"{folder}/after.ckpt"
     fit(net, auto(["topk", "ddp"]), rank)
-    later = trainer(auto(["topk", "ddp"]), 2, max_steps=STEPS, max_epochs=-1)
+    has_lock = Changes(lambda _: None)
+    has_lock.lock = threading.Lock()
+    later = trainer(auto(["topk", "ddp"]), 2, max_steps=STEPS, max_epochs=-1, callbacks=[has_lock])
     later.fit(net, Loader(rank, 2))
+    copy.deepcopy(later.strategy)  # has no callbacks
     later.save_checkpoint(path)
     return settled, Path(f"{path}.residuals").exists()
 

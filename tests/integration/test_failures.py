@@ -376,7 +376,7 @@ def test_what_is_refused_says_why():
                 "TypeError",
                 "Make it real, of shape [..., 2], and have forward take torch.view_as_complex of it, or train with",
             ),
-            ("TypeError", "is a Embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
+            ("TypeError", "is an embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
             ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
             ("ValueError", "density_warmup=(0.1,) without epochs: say how many steps"),
             ("ValueError", "Method 'topkk' is not known; choose from dense, topk"),
