@@ -360,16 +360,14 @@ class UpdateExchanger(Exchanger):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Leave no difference among ranks, at the price of dense exchanges. All ranks call it between steps.
+        """Leave no difference among ranks but in residuals, at the price of dense exchanges. Gradients may follow.
 
-        Pending updates are exchanged. The mean of all residuals goes into the weights, and each rank takes the mean of
-        the optimizers' states. Gradient scalers take the loss scale of rank 0. Then gradients may be exchanged.
+        All ranks call it between steps. Pending updates are exchanged, and each rank takes the mean of the optimizers'
+        states. Gradient scalers take the loss scale of rank 0.
         """
         self.exchange_pending()
 
         def settle() -> None:
-            for each in self.updates.segments:
-                each.apply_residual_()
             for optimizer in self.optimizers:
                 average_states(self.comm, optimizer)
             take_rank_0s(self.comm, scalers_of(self.optimizers))

@@ -312,17 +312,6 @@ class UpdateSegment:
         self._flat[_places(ahead)] = ahead.w
         self.ahead = None
 
-    def apply_residual_(self) -> None:
-        """Subtract the mean of all ranks' residuals from the weights, densely. Then no residual is left."""
-        residual, comm, frozen = self._residual, self._reducer.comm, self._still_frozen
-        if residual is None:
-            return
-        comm.all_reduce(residual).div_(comm.size)
-        for (name, x), mean in zip(self._present.items(), self.segment.views(residual), strict=True):
-            if name not in frozen:
-                x.sub_(mean.view(x.shape))
-        residual.zero_()
-
     def write(self) -> None:
         """Write the weights from which the next step starts into the model, except those of frozen parameters."""
         frozen = self._still_frozen

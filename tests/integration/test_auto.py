@@ -117,31 +117,27 @@ def settled(rank: int) -> list[bool]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    reducer = attach_updates(net, optimizer, "topk", density=0.02, density_warmup=())
+    attach_updates(net, optimizer, "topk", density=0.02, density_warmup=())
     torch.manual_seed(rank)
     for _ in range(5):
         optimizer.zero_grad()
         net(torch.randn(4, 20)).pow(2).sum().backward()
         optimizer.step()
-    names = [name for name, _ in net.named_parameters()]
-    residuals = reducer.state_dict()["elements"]["residual"]
     before = [param.detach().clone() for param in net.parameters()]
     moments = [optimizer.state[param]["exp_avg"].clone() for param in net.parameters()]
     exchange_of(optimizer).settle()
     everything: list[Any] = [None] * 2
-    torch.distributed.all_gather_object(everything, ([residuals[name] for name in names], moments))
+    torch.distributed.all_gather_object(everything, moments)
     found = []
-    for i, param in enumerate(net.parameters()):
-        (ours, theirs), (own, other) = ([one[k][i] for one in everything] for k in (0, 1))
-        found.append(bool((ours != theirs).any()))
-        found.append(torch.equal(param.detach(), before[i] - (ours + theirs) / 2))
+    for param, weights, own, other in zip(net.parameters(), before, *everything, strict=True):
+        found.append(bool((own != other).any()))
+        found.append(torch.equal(param.detach(), weights))
         found.append(torch.equal(optimizer.state[param]["exp_avg"], (own + other) / 2))
-    found.append(not any(x.any() for x in reducer.state_dict()["elements"]["residual"].values()))
     return found
 
 
-def test_settling_applies_the_mean_of_residuals_and_of_moments():
-    assert run_ranks(2, settled) == [[True] * 13] * 2
+def test_settling_takes_the_mean_of_moments_and_leaves_the_weights():
+    assert run_ranks(2, settled) == [[True] * 12] * 2
 
 
 class Keeps(torch.optim.AdamW):
@@ -220,6 +216,30 @@ def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
         else:
             assert torch.equal(after, its_own)
             assert torch.equal(after, before if kind == "codes" else (before + others) / 2)
+
+
+class Densities(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float | None] = []
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        self.found.append(trainer.strategy.reducer.density)
+
+
+def densities(rank: int, plan: list[str]) -> list[float | None]:
+    callback = Densities()
+    fit(Net(torch.optim.AdamW, lr=0.01), auto(plan), rank, max_steps=110, callbacks=[callback])
+    return callback.found
+
+
+@pytest.mark.parametrize(
+    ("plan", "begins"), [(["ddp"] * 8 + ["topk"] * 2, 54), *tiers([(["topk", "ddp", "topk"], 12)], [])]
+)
+def test_residuals_that_begin_at_0_have_a_density_warm_up_if_they_are_no_try(plan, begins):
+    default = [0.024] * 15 + [0.012] * 15 + [0.006] * 15 + [0.003] * 60
+    for found in lightning_ranks(2, densities, plan):
+        assert found[begins:] == pytest.approx(default[: 110 - begins])
+        assert plan[0] == "topk" or found[48:begins] == [0.003] * 6
 
 
 def resumed(rank: int, folder: Any, name: str) -> Any:
