@@ -85,6 +85,14 @@ PARTS = {
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
     "equal": Part(1000, 75, until=975),  # the last step after which weights are equal
 }
+LENGTHS = {200: [0.006, 0.015], 500: [0.006], 3000: [0.001]}
+"""Densities besides the default, by the number of steps of a whole training."""
+PARTS |= {f"{steps} steps": Part(steps, steps // 2) for steps in LENGTHS}
+PARTS |= {
+    f"{steps} steps, density {density:g}": Part(steps, steps // 2, density=density)
+    for steps, densities in LENGTHS.items()
+    for density in densities
+}
 # Steps to a loss are interpolated linearly. Early in training, the loss falls so fast that its curve is below a chord.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
@@ -116,6 +124,12 @@ TRIED = [
     ("four", "adamw", [DEFAULT], [0.004]),
     ("eight", "adamw", [DEFAULT], [0.004]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
+    *((f"{steps} steps", "adamw", ["ddp", DEFAULT], [0.001 if steps < 1000 else 0.002]) for steps in LENGTHS),
+    *(
+        (f"{steps} steps, density {density:g}", "adamw", [THINNER], [0.002])
+        for steps, densities in LENGTHS.items()
+        for density in densities
+    ),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),

@@ -571,6 +571,20 @@ def fewer_bytes() -> str:
     return table(heads, [row for _, row in sorted(rows, reverse=True)])
 
 
+def lengths() -> str:
+    """Final losses of trainings with other numbers of steps: `ddp`, the default, and other densities; one seed."""
+    trained = read("language").query("part.str.contains('^[0-9]+ steps')")
+    ends, rows = trained[trained.step == trained.steps], []
+    for steps, runs in ends.groupby("steps"):
+        dense = runs[runs.method == "ddp"].iloc[0]
+        for _, run in runs.sort_values("sent_bytes_per_worker", ascending=False).iterrows():
+            name = "ddp" if run.method == "ddp" else f"topk, density {run.density:g}"
+            share = 100 * run.sent_bytes_per_worker / dense.sent_bytes_per_worker
+            above = f"{100 * (run.val_loss / dense.val_loss - 1):+.1f} %"
+            rows.append([f"{steps:,}", name, f"{run.lr:g}", digits(share, 2), f"{run.val_loss:.3f}", above])
+    return table(["steps", "", "rate", "% of dense bytes", "loss after the last step", "against `ddp`"], rows)
+
+
 def frontier() -> str:
     """Formats, warm-ups and ideas: steps to 2.6, loss, and bytes, of one seed or several."""
     rows = []
@@ -620,6 +634,32 @@ def auto(file: str = "auto") -> str:
 
 
 AUTO_CASE = ["rate", "million", "workers", "event"]
+
+
+def auto_losses() -> str:
+    """Final losses of `ddp` and of `auto_ddp` over a link that changes, and the choice every 50 steps."""
+    found, rows = read("auto_losses"), []
+    for seed, runs in found.groupby("seed"):
+        ends = runs[runs.step == runs.steps].set_index("strategy").val_loss
+        spans, mine = [], runs[runs.strategy == "auto"]
+        for _, same in mine.groupby((mine.choice != mine.choice.shift()).cumsum()):
+            spans.append(f"`{same.choice.iloc[0]}` at {same.step.iloc[0]} to {same.step.iloc[-1]}")
+        above = f"{100 * (ends.auto / ends.ddp - 1):+.1f} %"
+        rows.append([str(seed), f"{ends.ddp:.3f}", f"{ends.auto:.3f}", above, ", ".join(spans)])
+    return table(["seed", "`ddp`", "`auto_ddp`", "against `ddp`", "choice, every 50 steps"], rows)
+
+
+def switches() -> str:
+    """Losses soon after a switch from updates to dense averages, and later, by way: mean and range of the seeds."""
+    rows = []
+    for (first, last), runs in read("switches").groupby(["first", "last"], sort=False):
+        later = runs[runs.step > last]
+        for way, mine in later.groupby("way", sort=False):
+            steps = later.step.min(), later.step.max()
+            losses = ([step, list(mine[mine.step == step].val_loss)] for step in steps)
+            cells = [f"{step}: {mean_and_range(found, 3)}" for step, found in losses]
+            rows.append([f"{first} to {last}", way, *cells])
+    return table(["updates in steps", "residuals", "loss at step", "loss at step"], rows)
 
 
 def auto_link(rate: str, million: float, workers: int, event: str) -> str:
@@ -1295,10 +1335,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "front": partial(defaults, ("ddp", "topk by default")),
     "front-seconds": front_seconds,
     "fewer-bytes": fewer_bytes,
+    "lengths": lengths,
     "frontier": frontier,
     "auto": auto,
     "auto-hsdp": partial(auto, "auto_hsdp"),
     "auto-worst": auto_worst,
+    "auto-losses": auto_losses,
+    "switches": switches,
     "sharded": sharded,
     "sharded-memory": sharded_memory,
     "sharded-seconds": sharded_seconds,

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 import torch.distributed as dist
@@ -20,8 +21,10 @@ def as_if_by_torchrun() -> int:
     return rank
 
 
-def bare_trainer(strategy: pl.strategies.DDPStrategy, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
-    """Return a Trainer for one epoch on the CPU that only trains."""
+def bare_trainer(
+    strategy: pl.strategies.DDPStrategy, callbacks: Sequence[pl.Callback] = (), **options: Any
+) -> pl.Trainer:
+    """Return a Trainer for one epoch on the CPU that saves and shows nothing."""
     return pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -34,4 +37,5 @@ def bare_trainer(strategy: pl.strategies.DDPStrategy, callbacks: Sequence[pl.Cal
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks],
+        **options,
     )
