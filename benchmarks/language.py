@@ -126,7 +126,7 @@ TRIED = [
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
     *((f"{steps} steps", "adamw", ["ddp", DEFAULT], [0.001 if steps < 1000 else 0.002]) for steps in LENGTHS),
     *(
-        (f"{steps} steps, density {density:g}", "adamw", [THINNER], [0.002])
+        (f"{steps} steps, density {density:g}", "adamw", [THINNER], [0.001 if steps < 1000 else 0.002])
         for steps, densities in LENGTHS.items()
         for density in densities
     ),

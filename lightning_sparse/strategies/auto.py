@@ -441,7 +441,7 @@ NONE = Parameters()
 
 @dataclass
 class Fit:
-    """What a choice knows of the present fit.
+    """The present fit, for a choice.
 
     Attributes:
         callbacks: the Trainer's callbacks. A learning rate finder trains without them.

@@ -429,7 +429,7 @@ class Frozen(Net):
 
 
 class Scaled(Linear):
-    """Scales its loss by a GradScaler of its own."""
+    """Has its own GradScaler."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
