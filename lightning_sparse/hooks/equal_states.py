@@ -27,7 +27,8 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
 
     Floating-point tensors become their mean over the ranks. If the `state_dict` still differs among ranks, for example
     because of different counts of steps, all ranks load rank 0's. There is no mean if ranks have states of different
-    parameters, or if a state has quantized moments or other objects. Of sharded parameters, states are this rank's part.
+    parameters, or if a state has quantized moments or other objects. The states of sharded parameters are this rank's
+    part.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
