@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -202,7 +202,7 @@ class AutoStrategy:
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
-        self._auto.fit.parameters, options = Parameters.of(self.lightning_module), self._auto.options[name]
+        self._auto.parameters, options = Parameters.of(self.lightning_module), self._auto.options[name]
         if options is None:
             self._use_stock(name, trainer)
         else:
@@ -225,12 +225,10 @@ class AutoStrategy:
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer = self.lightning_module.trainer
         if self._auto.is_due(self, trainer):
-            before, was_settled = self.choice, self._auto.tuner.is_settled
+            before = self.choice
             text = self._auto.decide(self)
             if self.choice != before:
                 self._switch(trainer)
-            if self._auto.tuner.is_settled and not was_settled:
-                self._warm_up()
             if self.global_rank == 0 and text:
                 if self.choice == before or not self._auto.tuner.is_settled:
                     self.inform(text)  # otherwise the summary of the new exchange has said so
@@ -246,11 +244,6 @@ class AutoStrategy:
         self._training.begin()
         resume()
 
-    def _warm_up(self) -> None:
-        """Begin the density warm-up, unless the residuals have had one. Tries are measured without it."""
-        if isinstance(self._training, UpdateTraining) and self.reducer.step - self._auto.fit.begun < WARMUP:
-            self.reducer.step = self._auto.fit.begun = 0
-
     def _replace(self, trainer: Any) -> None:
         """End the exchange, and begin the chosen one in its place."""
         old = self._training
@@ -258,23 +251,20 @@ class AutoStrategy:
         comm = old.exchanger.comm
         kept = comm.sent_bytes, comm.seconds, old.exchanger.reducer.step, comm.peers.terminating
         old.close()
-        keeps_residuals = isinstance(old, UpdateTraining)
         self._training, self.model = Training(), self.lightning_module
         del old
         gc.collect()  # of DistributedDataParallel's buckets
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
         comm.sent_bytes, comm.seconds, reducer.step, comm.peers.terminating = kept
-        if not keeps_residuals:
-            self._auto.fit.begun = reducer.step
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         """End an exchange; return a function that hands over to the next one, of these options."""
         if isinstance(training, UpdateTraining):
             training.exchange_pending()
             if options is not None and options.choose(self.optimizers)[0] == "update":
-                state, before = training.exchanger.reducer.state_dict(), self._auto.fit.parameters
-                return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.fit.parameters))
+                state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
+                return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
             training.exchanger.settle()
         return lambda: None
 
@@ -371,7 +361,7 @@ class AutoDDP(AutoStrategy):
         exchanger.drain()
         residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
         get_scale = exchanger.reducer.gradient_check.get_scale or (lambda: 1.0)
-        params = self._auto.fit.parameters.by_name
+        params = self._auto.parameters.by_name
 
         def resume() -> None:
             for name, residual in residuals.items():
@@ -381,7 +371,7 @@ class AutoDDP(AutoStrategy):
         return resume
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        params = self._auto.fit.parameters
+        params = self._auto.parameters
         unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
         if unfrozen and not isinstance(self._training, UpdateTraining):
             # DDP averages only the gradients of parameters that were trained when it wrapped the model.
@@ -436,24 +426,6 @@ class Parameters(NamedTuple):
         return cls(by_name, [name for name, param in by_name.items() if not param.requires_grad])
 
 
-NONE = Parameters()
-
-
-@dataclass
-class Fit:
-    """The present fit, for a choice.
-
-    Attributes:
-        callbacks: the Trainer's callbacks. A learning rate finder trains without them.
-        parameters: the model's parameters at the start of the present exchange.
-        begun: number of exchanges before the present residuals, which began at 0.
-    """
-
-    callbacks: Sequence[Any] = ()
-    parameters: Parameters = NONE
-    begun: int = 0
-
-
 class _Choice:
     """The candidates of a fit, their measurements, and the present choice.
 
@@ -468,12 +440,13 @@ class _Choice:
         clock: times the steps.
         reason: the reason for the present choice, for the summary of a run.
         loaded: the checkpoint of this fit, until `choose_first`.
-        fit: the present fit.
+        parameters: those at the start of the present exchange.
     """
 
     def __init__(self, base: StrategyOptions, name: str, stock: str) -> None:
         self._base, self._name, self.reason, self.loaded = base, name, "", Loaded()
-        self.fit = Fit()
+        self.parameters = Parameters()
+        self._callbacks: Sequence[Any] = ()  # a learning rate finder trains without them
         self.options: dict[str, StrategyOptions | None] = {stock: None}
         self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
@@ -487,7 +460,7 @@ class _Choice:
     def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
-        self.options, self.fit = {strategy._stock: None}, Fit([*trainer.callbacks])
+        self.options, self._callbacks = {strategy._stock: None}, [*trainer.callbacks]
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
         trains = any(id(param) in stepped for param in strategy.lightning_module.parameters())
         if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
@@ -511,7 +484,7 @@ class _Choice:
 
     def forget(self) -> None:
         """Forget a fit, and a checkpoint that an evaluation has loaded."""
-        self.loaded, self.fit = Loaded(), Fit()
+        self.loaded, self.parameters, self._callbacks = Loaded(), Parameters(), ()
 
     def measure_again(self, strategy: AutoStrategy) -> None:
         """Measure the link for a model of another size, and try the candidates anew. All ranks call it."""
@@ -546,7 +519,7 @@ class _Choice:
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
         done = trainer.global_step
-        in_finder = self.fit.callbacks and not any(each in trainer.callbacks for each in self.fit.callbacks)
+        in_finder = self._callbacks and not any(callback in trainer.callbacks for callback in self._callbacks)
         if done == self._step or len(self.options) == 1 or in_finder:
             return False
         self._step = done

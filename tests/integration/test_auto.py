@@ -218,30 +218,6 @@ def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
             assert torch.equal(after, before if kind == "codes" else (before + others) / 2)
 
 
-class Densities(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[float | None] = []
-
-    def on_before_backward(self, trainer: Any, *_: Any) -> None:
-        self.found.append(trainer.strategy.reducer.density)
-
-
-def densities(rank: int, plan: list[str]) -> list[float | None]:
-    callback = Densities()
-    fit(Net(torch.optim.AdamW, lr=0.01), auto(plan), rank, max_steps=110, callbacks=[callback])
-    return callback.found
-
-
-@pytest.mark.parametrize(
-    ("plan", "begins"), [(["ddp"] * 8 + ["topk"] * 2, 54), *tiers([(["topk", "ddp", "topk"], 12)], [])]
-)
-def test_residuals_that_begin_at_0_have_a_density_warm_up_if_they_are_no_try(plan, begins):
-    default = [0.024] * 15 + [0.012] * 15 + [0.006] * 15 + [0.003] * 60
-    for found in lightning_ranks(2, densities, plan):
-        assert found[begins:] == pytest.approx(default[: 110 - begins])
-        assert plan[0] == "topk" or found[48:begins] == [0.003] * 6
-
-
 def resumed(rank: int, folder: Any, name: str) -> Any:
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=STEPS)
     kind = torch.optim.AdamW
