@@ -399,8 +399,8 @@ def test_a_process_that_has_forked_the_ranks_restores_without_residuals(strategy
     script.write_text(f"if __name__ == '__main__':\n{guarded}")
     ended = run_script(script, str(tmp_path / "saved"), strategy, timeout=200)
     assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 prints such lines
-    assert lines[-2:] == ["steps {4.0} True", "finished"]
+    assert "steps {4.0} True\n" in ended.stdout  # gloo of torch 2.8 prints in between
+    assert ended.stdout.endswith("finished\n")
     assert ("they belong to processes that train, and this one does not" in ended.stderr) == ("topk" in strategy)
 
 
