@@ -87,12 +87,13 @@ PARTS = {
 }
 LENGTHS = {200: [0.006, 0.015], 500: [0.006], 3000: [0.001]}
 """Densities besides the default, by the number of steps of a whole training."""
-PARTS |= {f"{steps} steps": Part(steps, steps // 2) for steps in LENGTHS}
-PARTS |= {
+OF_LENGTH = {f"{steps} steps": Part(steps, steps // 2) for steps in LENGTHS}
+OF_LENGTH |= {
     f"{steps} steps, density {density:g}": Part(steps, steps // 2, density=density)
     for steps, densities in LENGTHS.items()
     for density in densities
 }
+PARTS |= OF_LENGTH
 # Steps to a loss are interpolated linearly. Early in training, the loss falls so fast that its curve is below a chord.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
@@ -124,11 +125,9 @@ TRIED = [
     ("four", "adamw", [DEFAULT], [0.004]),
     ("eight", "adamw", [DEFAULT], [0.004]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
-    *((f"{steps} steps", "adamw", ["ddp", DEFAULT], [0.001 if steps < 1000 else 0.002]) for steps in LENGTHS),
     *(
-        (f"{steps} steps, density {density:g}", "adamw", [THINNER], [0.001 if steps < 1000 else 0.002])
-        for steps, densities in LENGTHS.items()
-        for density in densities
+        (name, "adamw", [THINNER] if "density" in name else ["ddp", DEFAULT], [0.001 if part.steps < 1000 else 0.002])
+        for name, part in OF_LENGTH.items()
     ),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),

@@ -1,6 +1,6 @@
 """Compares ways to go from exchanged updates to dense averages of gradients, as `auto_ddp` does when it switches.
 
-The GPT, the data and the schedule are those of `benchmarks.language`, with AdamW and two ranks as threads. Dense
+The GPT, the data and the schedule come from `benchmarks.language`, with AdamW and two ranks as threads. Dense
 averages come first, for `first` steps or not at all. Then ranks exchange updates by default options until step `last`,
 and dense averages follow. The optimizers' states are averaged. The ways differ in the residuals at that time.
 

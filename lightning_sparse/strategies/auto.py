@@ -324,14 +324,14 @@ class AutoDDP(AutoStrategy):
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-        is_dense_only = is_sparse or bool(trainer.gradient_clip_val) or self.scaler is not None
+        compresses_gradients = not (is_sparse or trainer.gradient_clip_val or self.scaler is not None)
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
             found |= self._updates(base, trainer, ranks)
-        elif trained[TOPK] >= ranks and not is_dense_only:
+        elif trained[TOPK] >= ranks and compresses_gradients:
             found[TOPK] = base
-        for name in () if is_dense_only else ("int8", "int4"):
+        for name in ("int8", "int4") if compresses_gradients else ():
             if trained[name] >= ranks:
                 found[name] = StrategyOptions(name, None, {}, base.reducer)
         return found

@@ -208,7 +208,7 @@ def differing(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("kind", ["numbers", "codes", "bf16", "others"])
 def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
-    """The mean of quantized moments would be wrong. So all ranks take those of rank 0, with their scales."""
+    """The mean of quantized moments would be wrong. So all ranks take the moments of rank 0, with their scales."""
     (first, now), (other, its) = run_ranks(2, differing, kind)
     for before, others, after, its_own in zip(first, other, now, its, strict=True):
         if isinstance(before, float):
@@ -316,7 +316,7 @@ class Unused(Net):
 
 
 class SparseEmbedding(Net):
-    """Its embedding has sparse gradients. Mean losses of the ranks are those of a larger batch."""
+    """Its embedding has sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
