@@ -73,6 +73,12 @@ class Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def graph_bytes(self) -> int:
+        """Return the bytes of device memory that the CUDA graphs of the exchange reserve."""
+        pool = self.wrapped.reducer and self.wrapped.reducer.captures.pool
+        segments = torch.cuda.memory_snapshot() if pool else []
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool or ()))
+
     def check(self) -> None:
         """Exit unless, in the first step, the sparse result and residual add up to the gradient exactly."""
         given: dict[str, Tensor] = {}
@@ -128,6 +134,7 @@ def measured(
             floor = counted * numel / rate
             row: Row = {"precision": precision, "contestant": name, **found, **case}
             row |= {"copy_bytes_per_s": 1e3 * rate, "counted_bytes": counted, "floor_ms": floor}
+            row |= {"graph_bytes": contestants[name].graph_bytes()}
             if name != "ddp":
                 added, limit = row["ms"] - spreads["ddp"]["ms"], FLOORS * floor + CONSTANT_MS
                 row |= {"added_ms": added, "limit_ms": limit, "within": added <= limit}

@@ -78,7 +78,8 @@ class Residual(Memory):
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         residual, bounds, payout = ctx.state["residual"], ctx.segment.bounds, ctx.payout
         if payout is not None:
-            return add_with_payout_(residual, bounds, grads, ctx.scale, payout, ctx.stats)
+            u = ctx.graphs.buffer_like(residual)
+            return add_with_payout_(residual, bounds, grads, ctx.scale, payout, ctx.stats, u)
         # In place: the residual's buffer holds u until the applied part is subtracted.
         return add_with_stats_(residual, bounds, grads, ctx.scale, ctx.stats)
 

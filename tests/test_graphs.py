@@ -5,6 +5,7 @@ import copy
 import functools
 import os
 import pickle
+from concurrent.futures import Future
 from dataclasses import replace
 from unittest import mock
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from lightning_sparse import Reducer, method
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.exchange import NonFiniteGradient
+from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.kernels import graphs as module
 from lightning_sparse.kernels import launch
 from lightning_sparse.kernels.block_stats import BlockStats
@@ -110,9 +113,69 @@ def test_replays_give_the_same_bits_as_launches(name, ranks, options, graphs):
 
 @needs_triton
 @full
-@pytest.mark.parametrize("rule", [UpdateRule(), UpdateRule(momentum="keep"), UpdateRule(overlap="next_step")])
-def test_updates_replay_as_well(rule):
-    compare("topk", 3, rule=rule)  # whether u is at the same address again is the allocator's choice
+@pytest.mark.parametrize(
+    ("rule", "graphs"), [(UpdateRule(), 3), (UpdateRule(momentum="keep"), 3), (UpdateRule(overlap="next_step"), 0)]
+)
+def test_updates_replay_as_well(rule, graphs):
+    assert compare("topk", 3, rule=rule) == graphs
+
+
+def train_within(captures, steps):
+    """Return weights and moments, whether each step was within backward, and the number of its replays."""
+    replayed, counts, begun = [], [], []
+    torch.manual_seed(0)
+    with graphs(replayed):
+        reducer = Reducer(method("topk", density=0.002), Echo(3), bucket_cap_mb=0.01, exchanged="update")
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2))).to(DEVICE)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        worker = Worker(torch.cuda.Stream() if DEVICE == "cuda" else None)
+        if DEVICE == "cpu":  # the interpreter runs in one thread
+            worker.submit = lambda call, *_: at_once(call)
+        updates = DeltaExchange(reducer, net, [optimizer], worker=worker)
+        assert len(updates.segments) == 2
+        within = BackwardOverlap(updates, optimizer)
+        if not captures:
+            reducer.captures.allowed = contextlib.nullcontext
+
+        def closure():
+            optimizer.zero_grad()
+            if captures:
+                within.watch()
+            net(torch.randn(8, 64, device=DEVICE)).square().mean().backward()
+
+        for _ in range(steps):
+            replayed.clear()
+            within.run_closure(closure, [].append)
+            begun.append(within.has_begun)
+            if within.has_begun:
+                within.finish()
+            else:
+                updates.begin(optimizer)
+                optimizer.step()
+                updates.exchange(optimizer)
+            counts.append(len(replayed))
+        reducer.raise_deferred()
+        within.close()
+        updates.close()
+    state = optimizer.state_dict()["state"]
+    return [*net.parameters(), *(x for each in state.values() for x in each.values())], begun, counts
+
+
+def at_once(call):
+    future = Future()
+    future.set_result(call())
+    return future
+
+
+@needs_triton
+def test_within_backward_graphs_are_replayed_once_exchanges_after_the_step_have_captured_them(monkeypatch):
+    monkeypatch.setattr("lightning_sparse.routing.Routing._pays", lambda *_: True)
+    found, begun, counts = train_within(captures=True, steps=7)
+    plain, *_ = train_within(captures=False, steps=7)
+    assert begun == [False] * 5 + [True] * 2
+    assert counts[4:] == [6] * 3  # three graphs for each of two segments
+    for x, y in zip(found, plain, strict=True):
+        assert torch.equal(x, y)
 
 
 class Broken(Echo):
@@ -222,12 +285,12 @@ def test_inputs_at_another_address_are_not_replayed():
 @needs_triton
 def test_inputs_that_move_are_captured_a_few_times():
     captures, replayed = Captures(), []
-    found, inputs = captures.of(0), [torch.full((3,), float(number), device=DEVICE) for number in range(6)]
+    found, inputs = captures.of(0), [torch.full((3,), float(number), device=DEVICE) for number in range(MOST)]
     with graphs(replayed), captures.allowed():
         for x in inputs:
             for _ in range(3):
                 assert torch.equal(found.run(("add",), lambda x=x: x + 1, [x]), x + 1)
-    assert len(replayed) == 2 * MOST
+    assert len(replayed) == MOST  # half of the inputs were captured, and each of them was replayed twice
 
 
 @needs_triton

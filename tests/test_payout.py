@@ -28,6 +28,11 @@ def on_device():
         yield
 
 
+def summed(residual, *args):
+    """Return the sum plus the payout, written over a tensor of NaN."""
+    return add_with_payout_(residual, *args, torch.full_like(residual, math.nan))
+
+
 def drawn(lengths, dtype, seed):
     """Every other tensor does not begin at a multiple of 16 bytes."""
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -43,10 +48,10 @@ def test_by_hand(kernels, use):
     payout = Payout(torch.tensor([[3.0, 0.0], [-2.0, 0.0]]), [torch.tensor([2.0, -5.0]), torch.tensor([9.0])])
     residual, stats = torch.tensor([1.0, 1.0, 7.0]), BlockStats(3, 1)
     deltas = [torch.tensor([1.0, 0.0]), torch.tensor([2.0])]
-    u = add_with_payout_(residual, (0, 2, 3), deltas, 0.5, payout, stats)
+    u = summed(residual, (0, 2, 3), deltas, 0.5, payout, stats)
     assert residual.tolist() == [1.5, 1.0, 8.0]
     assert u.tolist() == [1.5 + 3 - 4, 1.0 + 10, 8.0]
-    assert add_with_payout_(residual, (0, 2, 3), deltas, 1.0, Payout(payout.coefficients), None).tolist() == [
+    assert summed(residual, (0, 2, 3), deltas, 1.0, Payout(payout.coefficients), None).tolist() == [
         5.5,
         1,
         10,
@@ -99,7 +104,7 @@ def test_sum_and_block_statistics(lengths, dtype, with_references, kernels, use)
     expected = residual + 0.5 * torch.cat(deltas)
     kept, stats = residual.clone(), BlockStats(bounds[-1], 64, moments=True)
     scale = torch.tensor(0.5) if with_references else 0.5
-    u = add_with_payout_(residual, bounds, deltas, scale, payout, stats)
+    u = summed(residual, bounds, deltas, scale, payout, stats)
     assert torch.equal(residual, expected)
     torch.testing.assert_close(u.double(), expected.double() + torch.cat(paid), rtol=1e-5, atol=1e-5)
     full = len(u) // 64 * 64
@@ -107,7 +112,7 @@ def test_sum_and_block_statistics(lengths, dtype, with_references, kernels, use)
     mean, deviation = stats.mean_and_deviation()
     assert mean == pytest.approx(u.double().mean().item(), abs=1e-5)
     assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-3, abs=1e-3)
-    assert torch.equal(add_with_payout_(kept, bounds, deltas, scale, payout, None), u)
+    assert torch.equal(summed(kept, bounds, deltas, scale, payout, None), u)
 
 
 @pytest.mark.parametrize("kernels", ALL)
@@ -115,7 +120,7 @@ def test_what_is_not_finite_shows_in_u(kernels, use):
     use(kernels)
     payout = Payout(torch.tensor([[1.0, 1.0], [0.5, 1.0]]), [torch.ones(2), torch.tensor([math.nan])])
     residual = torch.tensor([0.0, 2.0, 0.0])
-    u = add_with_payout_(residual, (0, 2, 3), [torch.tensor([0.0, -math.inf]), torch.zeros(1)], 1.0, payout, None)
+    u = summed(residual, (0, 2, 3), [torch.tensor([0.0, -math.inf]), torch.zeros(1)], 1.0, payout, None)
     assert u[0] == 0.5
     assert u[1] == -math.inf
     assert u[2].isnan()
@@ -127,7 +132,7 @@ def test_deltas_that_are_not_contiguous(length, use):
     use("triton")
     delta = torch.arange(2.0 * length)[::2]
     payout = Payout(torch.tensor([[1.0], [1.0]]), [torch.ones(length)])
-    assert torch.equal(add_with_payout_(torch.zeros(length), (0, length), [delta], 1.0, payout, None), 2 * delta + 1)
+    assert torch.equal(summed(torch.zeros(length), (0, length), [delta], 1.0, payout, None), 2 * delta + 1)
 
 
 @one_in(6)
@@ -221,7 +226,7 @@ def test_loops_in_c_have_the_bits_of_torch_and_write_to_their_results_only(lengt
         results += x
         for references in (None, w):
             coefficients = torch.tensor([[0.3], [0.7]]).expand(2, many).contiguous()
-            u = add_with_payout_(residual, bounds, mine, 1.0, Payout(coefficients, references), None)
+            u = summed(residual, bounds, mine, 1.0, Payout(coefficients, references), None)
             results += [residual.clone(), u]
         some, others = (torch.arange(0, bounds[-1], step) for step in (3, 2))
         write_entries_(x, bounds, [(some, residual[some]), (others, w_all[others])])

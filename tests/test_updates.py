@@ -237,7 +237,8 @@ def test_unspent_momentum(name, decay):
     payout = moments.payout([old[key].view(-1) for key in segment.names])
     assert payout is not None
     assert (payout.references is not None) == (bool(decay) or name in ("nesterov", "nadam"))
-    u = add_with_payout_(torch.zeros(segment.numel), segment.bounds, deltas, 1.0, payout, None)
+    u = torch.empty(segment.numel)
+    add_with_payout_(torch.zeros(segment.numel), segment.bounds, deltas, 1.0, payout, None, u)
     unspent = u - flat(deltas)
     group["weight_decay"] = 0
     start = flat(params[key] for key in segment.names)

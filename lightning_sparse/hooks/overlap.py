@@ -106,6 +106,7 @@ class BackwardOverlap:
     - a gradient arrives in several parts, as with reentrant checkpointing;
     - backward recomputes parts of the model, because they may need weights of other parts;
     - on CUDA, backward calls collectives;
+    - on CUDA, an exchange after the step can capture CUDA graphs, as in the first steps;
     - a parameter has a hook of the user on its gradient.
 
     Args:
@@ -260,7 +261,8 @@ class BackwardOverlap:
                 )
         if self._stream is not None:
             backward.streams.add(torch.cuda.current_stream(self._stream.device))
-        is_first = not backward.arrived and plan.allowed and self._is_as_planned()
+        captures_are_due = self._updates.captures_are_due
+        is_first = not backward.arrived and plan.allowed and not captures_are_due and self._is_as_planned()
         # Other hooks on gradients may run after ours and change gradients.
         if is_first and not any(len(gradient_hooks(each)) > 1 for each in plan.index):
             # Frozen parameters count as missing: backward may need their weights until it ends.

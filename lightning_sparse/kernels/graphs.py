@@ -15,7 +15,8 @@ A graph contains addresses. So it is replayed only if the inputs are at the same
 Its results are at fixed addresses, too: a replay overwrites them.
 
 While a thread captures, no other thread may draw random numbers on the device: torch's generator would raise an error.
-So capture before training, or while the training thread waits.
+So capture before training, or while the training thread waits: an exchange within backward waits until no captures
+`are_due`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from lightning_sparse.kernels.launch import constants_of, same_dtype
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-MOST = 3
-"""Most captures of a function. If its inputs move more often, it runs, unless they move back."""
+MOST = 8
+"""Most runs of a function while captures are allowed; every second one may be captured. If its inputs move more often,
+it runs, unless they move back."""
 
 
 class Captures:
@@ -48,12 +50,14 @@ class Captures:
 
     Attributes:
         are_allowed: whether functions may be captured now.
+        are_due: whether a function has run that may be captured the next time. `allowed` resets it.
         pool: the memory pool.
         stream: the stream in which functions are captured. A pool shares memory only within a stream.
+        buffer: see `Graphs.buffer_like`; as long as the longest segment that has asked for it.
     """
 
     def __init__(self) -> None:
-        self.are_allowed = self._has_failed = False
+        self.are_allowed = self.are_due = self._has_failed = False
         self.clear()
 
     def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
@@ -64,6 +68,7 @@ class Captures:
         """Drop all graphs."""
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
+        self.buffer: Tensor | None = None
         self._of: dict[int, Graphs] = {}
 
     def of(self, segment: int) -> Graphs:
@@ -75,7 +80,7 @@ class Captures:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Allow captures in this block, unless one has failed."""
-        self.are_allowed = not self._has_failed
+        self.are_allowed, self.are_due = not self._has_failed, False
         try:
             yield
         finally:
@@ -88,12 +93,16 @@ class Captures:
                 self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(inputs[0].device)
             return capture(function, inputs, self.pool, self.stream)
         except Exception as error:
-            self.are_allowed, self._has_failed = False, True
+            self.are_allowed, self.are_due, self._has_failed = False, False, True
             log.warning(
                 f"CUDA could not capture {name!r}, so the host launches each kernel, which takes longer: {error}. If "
                 f"the compressor reads values on the host, set depends_on_step = True in its class."
             )
             return None
+
+    def note_run(self) -> None:
+        """Note that a function has run that may be captured the next time."""
+        self.are_due = not self._has_failed
 
 
 class Captured(NamedTuple):
@@ -127,7 +136,7 @@ class Graphs:
         self.stats: BlockStats | None = None
         self._captured: dict[tuple[Hashable, ...], Captured] = {}
         self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
-        self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of captures
+        self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of runs while captures were allowed
         self._fixed: dict[str, Tensor] = {}
         self._table: Tensor | None = None
         self._placed: list[int] = []  # element size and addresses in the table
@@ -158,17 +167,18 @@ class Graphs:
         if known is not None and known.addresses == addresses:
             known.replay()
             return known.result  # type: ignore[no-any-return]
-        if not self._may_capture or not can_capture(inputs[0]) or self._counts[name] == MOST:
+        captures = self._captures
+        if captures is None or not can_capture(inputs[0]) or self._counts[name] == MOST:
+            return function()
+        captures.note_run()
+        if not captures.are_allowed:
             return function()
         before, self._seen[name] = self._seen.get(name), addresses
-        if before != addresses:
-            return function()
-        assert self._captures is not None
-        known = self._captures.attempt(name, function, inputs)
+        self._counts[name] += 1
+        known = captures.attempt(name, function, inputs) if before == addresses else None
         if known is None:
             return function()
         self._captured[name] = known
-        self._counts[name] += 1
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
@@ -177,6 +187,18 @@ class Graphs:
         if name not in self._fixed and self._may_capture and can_capture(x):
             self._fixed[name] = torch.empty_like(x)
         return self._fixed[name].copy_(x) if name in self._fixed else x
+
+    def buffer_like(self, x: Tensor) -> Tensor:
+        """Return an empty tensor like `x`, 1-D: a new one, or if functions are captured, one at a fixed address.
+
+        All segments share the latter, because they are exchanged one after the other.
+        """
+        captures = self._captures
+        if captures is None or not self.is_active(x):
+            return torch.empty_like(x)
+        if captures.buffer is None or len(captures.buffer) < len(x):
+            captures.buffer = torch.empty_like(x)
+        return captures.buffer[: len(x)]
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""

@@ -1,7 +1,7 @@
 """Computes u = residual + delta + unspent momentum in one pass.
 
     payout = Payout(coefficients, references)         # computes nothing yet
-    u = add_with_payout_(residual, bounds, deltas, 1.0, payout, stats)
+    u = add_with_payout_(residual, bounds, deltas, 1.0, payout, stats, torch.empty_like(residual))
 
 On CUDA one launch reads the deltas, the references and the residual, and writes the residual, u and the block maxima.
 """
@@ -58,8 +58,9 @@ def add_with_payout_(
     scale: float | Tensor,
     payout: Payout,
     stats: BlockStats | None,
+    u: Tensor,
 ) -> Tensor:
-    """Add `scale` times the deltas to the residual, in place; return the sum plus the payout as a new tensor.
+    """Add `scale` times the deltas to the residual, in place; write the sum plus the payout to `u`, and return it.
 
     Args:
         residual: 1-D fp32, of the segment's length; overwritten.
@@ -68,8 +69,8 @@ def add_with_payout_(
         scale: factor on the deltas: a number, or an fp32 scalar on their device.
         payout: the unspent momentum.
         stats: statistics of the result, to fill; None if they are not wanted.
+        u: 1-D fp32, of the segment's length; overwritten.
     """
-    u = torch.empty_like(residual)
     references = payout.references or ()
 
     def form(start: int, stop: int) -> None:
@@ -102,23 +103,21 @@ def _fill(u: Tensor, form: Callable[[int, int], None], stats: BlockStats | None)
 
 @add_with_payout_.by(
     "native",
-    when=lambda residual, bounds, deltas, scale, payout, stats: takes((residual, *deltas, *(payout.references or ()))),
+    when=lambda residual, bounds, deltas, scale, payout, *_: takes((residual, *deltas, *(payout.references or ()))),
 )
-def _add_with_payout_in_c(residual, bounds, deltas, scale, payout, stats):
-    u = torch.empty_like(residual)
+def _add_with_payout_in_c(residual, bounds, deltas, scale, payout, stats, u):
     tables = [None if each is None else table(each, bounds) for each in (deltas, payout.references)]
     args = u, residual, *tables, payout.coefficients, payout.factors, float(scale), len(deltas), len(u)
     _fill(u, functools.partial(run, "add_delta_with_payout", *args), stats)
     return u
 
 
-def _fit_kernel(residual, bounds, deltas, scale, payout, stats):
+def _fit_kernel(residual, bounds, deltas, scale, payout, *_):
     return same_dtype(deltas) and same_dtype(payout.references or deltas)
 
 
 @add_with_payout_.by("triton", when=_fit_kernel)
-def _add_with_payout_by_triton(residual, bounds, deltas, scale, payout, stats):
-    u = torch.empty_like(residual)
+def _add_with_payout_by_triton(residual, bounds, deltas, scale, payout, stats, u):
     tiles = -(-u.numel() // TILE)
     outputs, constants = for_kernel(stats, u, tiles)
     deltas = [x.contiguous() for x in deltas]  # the kernel reads raw memory

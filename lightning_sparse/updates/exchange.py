@@ -109,6 +109,11 @@ class DeltaExchange:
         agreed = ((self.parameters[name], w) for each in self.segments for name, w in each.agreed.items())
         return {id(param): like(param, w) for param, w in agreed}
 
+    @property
+    def captures_are_due(self) -> bool:
+        """Whether the next `exchange` may capture CUDA graphs, so that the host needs less time for later ones."""
+        return self._reducer.captures.are_due
+
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is exchanged."""
         return any(param is each for each in self.parameters.values())
