@@ -172,7 +172,7 @@ def check_weights(model: nn.Module) -> None:
     checksum = 0
     for param in model.parameters():
         whole = param.full_tensor() if hasattr(param, "full_tensor") else param  # of a sharded model
-        checksum = zlib.crc32(whole.detach().numpy().data, checksum)
+        checksum = zlib.crc32(whole.detach().cpu().numpy().data, checksum)
     checksums = gather(checksum)
     if len(set(checksums)) > 1:
         raise WrongResult(f"the ranks' weights differ: checksums {checksums}")

@@ -57,6 +57,8 @@ def factor(step: int, steps: int) -> float:
 class Trainee:
     """A model in training on one rank. `wrapped` is the model prepared for communication with the ranks of `comm`.
 
+    On CUDA the precision is bf16-mixed, and `step` waits for the device.
+
     The options are the `seed` of the data's order, the `batch_size` of a rank, and the `steps` of the whole schedule.
     """
 
@@ -65,6 +67,7 @@ class Trainee:
     ) -> None:
         self.model, self.wrapped, self.optimizer, self.data, self.comm = model, wrapped, optimizer, data, comm
         self.batch_size, self.steps, self.done = options["batch_size"], options["steps"], 0
+        self.device = next(model.parameters()).device
         self.order = torch.randperm(data.size, generator=torch.Generator().manual_seed(options["seed"]))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, self.steps))
         self.ranks = comm.size  # number of ranks that share a batch
@@ -74,12 +77,20 @@ class Trainee:
     def step(self) -> None:
         """Train on the next batch."""
         first = (self.done * self.ranks + self.comm.rank) * self.batch_size
-        x, y = self.data.batch(self.order[torch.arange(first, first + self.batch_size) % len(self.order)].tolist())
+        numbers = self.order[torch.arange(first, first + self.batch_size) % len(self.order)].tolist()
+        x, y = (part.to(self.device) for part in self.data.batch(numbers))
         self.optimizer.zero_grad()
-        cross_entropy(self.wrapped.module(x).flatten(0, -2), y.flatten()).backward()
+        with self._precision():
+            loss = cross_entropy(self.wrapped.module(x).flatten(0, -2), y.flatten())
+        loss.backward()
         self.optimizer.step()
         self.schedule.step()
         self.done += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     @property
     def sent_bytes(self) -> int:
@@ -100,9 +111,11 @@ class Trainee:
         sums = torch.zeros(2, dtype=torch.float64)
         x, y = (part[self.evaluated] for part in self.data.held_out)
         for start in range(0, len(x), 32):
-            out, target = self.model(x[start : start + 32]).flatten(0, -2), y[start : start + 32].flatten()
-            sums[0] += cross_entropy(out, target, reduction="sum")
-            sums[1] += (out.argmax(1) == target).sum()
+            given, target = (part[start : start + 32].to(self.device) for part in (x, y))
+            with self._precision():
+                out = self.model(given).flatten(0, -2)
+            sums[0] += cross_entropy(out.float(), target.flatten(), reduction="sum").item()
+            sums[1] += (out.argmax(1) == target.flatten()).sum().item()
         self.model.train()
         sent_before = self.wrapped.counted_bytes
         loss, right = (self.comm.all_reduce(sums) / self.data.held_out[1].numel()).tolist()

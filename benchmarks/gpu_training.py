@@ -1,0 +1,175 @@
+"""Trains larger models with several ranks that share one GPU, and times their steps over shaped links.
+
+Each rank is a process; all ranks exchange over gloo, through host memory. GPTs of 11 to 85 M parameters learn to
+predict the bytes of Python's standard library, with AdamW, in bf16-mixed precision. Each rank uses 8 sequences of 256
+bytes per step. The learning rate warms up linearly over a tenth of the steps, and then follows a cosine to zero. The
+density warm-up is that of the defaults. A run is reported only if all ranks end with the same weights.
+
+"dense" is one rank with the batches of all ranks, from the same weights and in the same order. So it computes what
+stock `ddp` computes, without the time of its all-reduce.
+
+    python -m benchmarks.gpu_training                    # losses of the `PARTS`, all at the same time
+    sudo python -m benchmarks.gpu_training --links       # step times of GPT-2 small, with two ranks
+    python -m benchmarks.gpu_training --rehearse         # tiny models on a CPU: a test of this program
+
+Losses depend on the seed and the GPU's rounding. Step times are the medians of a few steps of all methods in turn.
+
+Output: `gpu_training.csv` and `gpu_links.csv`.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from benchmarks.harness import results
+from benchmarks.harness.baselines import CONTESTANTS, Options
+from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
+from benchmarks.harness.results import Row
+from benchmarks.harness.timing import step_columns
+from benchmarks.harness.training import Data, Trainee, text
+from examples.models.gpt import GPT
+from lightning_sparse import ProcessGroupComm
+
+DENSE, DEFAULT = "dense", "topk by default"
+LINKED = ["ddp", "bf16", "int4", DEFAULT]
+RATES = ["1gbit", "10gbit", "loopback"]
+ROUNDS, TIMED = 3, 3
+"""Number of turns of each method, and of timed steps per turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A model, its learning rate, and the number of ranks and steps."""
+
+    layers: int
+    width: int
+    lr: float
+    workers: int
+    steps: int = 1000
+    context: int = 256
+    batch_size: int = 8
+    vocabulary: int = 256
+
+    def rehearsed(self) -> "Part":
+        """Return a part that takes a CPU a few seconds."""
+        return dataclasses.replace(self, layers=1, width=64, workers=2, steps=4, context=32, vocabulary=256)
+
+
+PARTS = {
+    "11 M, P = 2": Part(6, 384, 0.001, 2),
+    "11 M, P = 8": Part(6, 384, 0.001, 8),
+    "85 M, P = 2": Part(12, 768, 0.0006, 2),
+    "85 M, P = 8": Part(12, 768, 0.0006, 8, steps=500),
+}
+GPT2 = Part(12, 768, 0.0006, 2, context=1024, vocabulary=50257)
+
+
+def trainee(part: Part, method: str, seed: int, data: Data) -> Trainee:
+    """Return a model in training on this rank of a process group."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    model = GPT(part.context, part.width, part.layers, part.width // 64, part.vocabulary).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), part.lr, fused=device == "cuda")
+    wrapped = CONTESTANTS["none" if method == DENSE else method].wrap(model, Options(), optimizer)
+    batch_size = part.batch_size * (part.workers if method == DENSE else 1)
+    schedule = {"seed": seed, "batch_size": batch_size, "steps": part.steps}
+    return Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule)
+
+
+def work(job: Row) -> None:
+    """Do a job: the curve of one training, or step times of several methods. This runs in each rank."""
+    part = Part(**job["of"])
+    data = text(part.context, job["held_out"])
+    if job["what"] == "curve":
+        trained = trainee(part, job["method"], job["seed"], data)
+        for point in trained.curve(part.steps, max(1, part.steps // 10)):
+            write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
+        check_weights(trained.model)
+        return
+    made = {name: trainee(part, name, 0, data) for name in LINKED}
+    reducer = made[DEFAULT].wrapped.reducer
+    assert reducer is not None
+    assert reducer.options.density_warmup_steps is not None
+    reducer.step = len(reducer.options.density_warmup or ()) * reducer.options.density_warmup_steps
+    for turn in range(ROUNDS):
+        for name, each in made.items():
+            for _ in range(1 if turn else 5 if name == DEFAULT else 2):  # compiles kernels, and captures graphs
+                each.step()
+            before = each.settled_bytes
+            found = timed(each.step, TIMED)
+            sent = max(gather(each.settled_bytes - before)) / TIMED
+            write(job["out"], method=name, sent_bytes=sent, **found)
+    for each in made.values():
+        each.wrapped.settle()
+        check_weights(each.model)
+
+
+def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Path) -> None:
+    """Train all parts at the same time, and write the rows of each training when it ends."""
+    runs = [(name, method, seed) for seed in seeds for name in parts for method in (DEFAULT, DENSE)]
+
+    def train(run: tuple[str, str, int]) -> list[Row]:
+        name, method, seed = run
+        part, began = parts[name], time.monotonic()
+        job = {"what": "curve", "of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out}
+        points, _ = run_ranks("benchmarks.gpu_training", job, 1 if method == DENSE else part.workers)
+        params = sum(x.numel() for x in GPT(part.context, part.width, part.layers, part.width // 64).parameters())
+        case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
+        print(run, f"{points[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+        return [case | {"steps": part.steps} | point for point in pd.DataFrame(points).to_dict("records")]
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        for future in as_completed([pool.submit(train, run) for run in runs]):
+            try:
+                rows = [row | results.device() for row in future.result()]
+            except (Exception, SystemExit) as error:  # the other trainings go on
+                print(f"A training failed: {error}", flush=True)
+                continue
+            results.save(path, rows, ["part", "method", "seed"], digits=6)
+
+
+def links(part: Part, rates: Sequence[str], path: Path) -> None:
+    """Time steps at each rate, and write rows."""
+    for rate in rates:
+        job = {"what": "links", "of": dataclasses.asdict(part), "held_out": 2}
+        try:
+            records, calibration = run_ranks("benchmarks.gpu_training", job, part.workers, rate)
+        except (Exception, SystemExit) as error:  # the other rates go on
+            print(f"{rate}: {error}", flush=True)
+            continue
+        off = max((abs(probe["ratio_to_expected"] - 1) for probe in calibration), default=0)
+        rows: list[Row] = []
+        for name, turns in pd.DataFrame(records).groupby("method", sort=False):
+            row: Row = {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
+            row |= step_columns([ms for each in turns["ms"] for ms in each])
+            row |= {"sent_bytes": round(turns["sent_bytes"].mean()), "tx_bytes": round(turns["tx_bytes"].mean())}
+            rows.append(row | {"largest_calibration_error": off})
+        print(pd.DataFrame(rows).to_string(index=False), flush=True)
+        results.save(path, [row | results.device() for row in rows], ["rate"])
+
+
+if __name__ == "__main__":
+    parser = results.command_line(__doc__, figure=False)
+    parser.add_argument("--links", action="store_true", help="time steps over shaped links; needs root")
+    parser.add_argument("--rehearse", action="store_true", help="use the CPU and tiny models")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
+    parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument("--steps", type=int, help="number of steps instead of those of the part")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    args = parser.parse_args()
+    if not (args.rehearse or torch.cuda.is_available()):
+        parser.error("torch finds no GPU here. Rehearse on the CPU with --rehearse.")
+    change = Part.rehearsed if args.rehearse else lambda part: part
+    if args.steps:
+        change = functools.partial(lambda change, part: dataclasses.replace(change(part), steps=args.steps), change)
+    if args.links:
+        links(change(GPT2), args.rates, args.out / "gpu_links.csv")
+    else:
+        held_out = 16 if args.rehearse else 512
+        losses({name: change(PARTS[name]) for name in args.parts}, args.seeds, held_out, args.out / "gpu_training.csv")
