@@ -19,6 +19,7 @@ Output: `gpu_training.csv` and `gpu_links.csv`.
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.harness import results
 from benchmarks.harness.baselines import CONTESTANTS, Options
-from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
+from benchmarks.harness.launch import check_weights, gather, hosts, launch, run_ranks, timed, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import step_columns
 from benchmarks.harness.training import Data, Trainee, text
@@ -39,7 +40,7 @@ from lightning_sparse import ProcessGroupComm
 DENSE, DEFAULT = "dense", "topk by default"
 LINKED = ["ddp", "bf16", "int4", DEFAULT]
 RATES = ["1gbit", "10gbit", "loopback"]
-ROUNDS, TIMED = 3, 3
+ROUNDS, TIMED = 2, 2
 """Number of turns of each method, and of timed steps per turn."""
 
 
@@ -111,27 +112,32 @@ def work(job: Row) -> None:
 
 
 def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Path) -> None:
-    """Train all parts at the same time, and write the rows of each training when it ends."""
+    """Train all parts at the same time. Rows are written as soon as they are known."""
     runs = [(name, method, seed) for seed in seeds for name in parts for method in (DEFAULT, DENSE)]
+    saving = threading.Lock()
 
-    def train(run: tuple[str, str, int]) -> list[Row]:
+    def train(run: tuple[str, str, int]) -> None:
         name, method, seed = run
         part, began = parts[name], time.monotonic()
         job = {"what": "curve", "of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out}
-        points, _ = run_ranks("benchmarks.gpu_training", job, 1 if method == DENSE else part.workers)
         params = sum(x.numel() for x in GPT(part.context, part.width, part.layers, part.width // 64).parameters())
         case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
-        print(run, f"{points[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
-        return [case | {"steps": part.steps} | point for point in pd.DataFrame(points).to_dict("records")]
+        rows: list[Row] = []
+        workers = 1 if method == DENSE else part.workers
+        with hosts(workers, "loopback") as where:
+            job["module"] = "benchmarks.gpu_training"
+            for point in launch("benchmarks.harness.launch", job, where, workers):
+                rows.append(case | {"steps": part.steps} | point | results.device())
+                with saving:
+                    results.save(path, rows, ["part", "method", "seed"], digits=6)
+        print(run, f"{rows[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
 
     with ThreadPoolExecutor(len(runs)) as pool:
         for future in as_completed([pool.submit(train, run) for run in runs]):
             try:
-                rows = [row | results.device() for row in future.result()]
+                future.result()
             except (Exception, SystemExit) as error:  # the other trainings go on
                 print(f"A training failed: {error}", flush=True)
-                continue
-            results.save(path, rows, ["part", "method", "seed"], digits=6)
 
 
 def links(part: Part, rates: Sequence[str], path: Path) -> None:

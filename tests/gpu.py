@@ -256,7 +256,7 @@ SECOND = {
     ),
     "memcheck": Part(
         f"{MEMCHECK} --small",
-        95,
+        140,
         {"no kernel reads or writes outside its tensors": None},
         needs=("compute-sanitizer", "triton"),
         group=5,

@@ -58,7 +58,7 @@ def hosts(workers: int, rate: str, *, ranks_per_host: int = 1, calibrate: bool =
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LOOPBACK}
         yield Hosts(lambda rank, argv, **options: subprocess.Popen(argv, text=True, **options), address, [], "none")
         return
-    with ShapedLinks(workers // ranks_per_host, rate) as links:
+    with ShapedLinks(workers // ranks_per_host, rate, not torch.cuda.is_available()) as links:
         yield Hosts(
             lambda rank, argv, **options: links.popen(rank // ranks_per_host, argv, **options),
             {"MASTER_ADDR": links.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE},

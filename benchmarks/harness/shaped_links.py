@@ -114,10 +114,13 @@ class ShapedLinks:
 
     At the end of its block all processes on the hosts end. The rate may include the milliseconds of a round trip:
     "100mbit 50ms".
+
+    With `separate_processes`, hosts have process namespaces, so that no process outlives this program. CUDA does not
+    start in them.
     """
 
-    def __init__(self, hosts: int, rate: str) -> None:
-        self.hosts, self.rate, self.burst = hosts, rate, burst(rate)
+    def __init__(self, hosts: int, rate: str, separate_processes: bool = True) -> None:
+        self.hosts, self.rate, self.burst, self._separate = hosts, rate, burst(rate), separate_processes
         self._holders: list[subprocess.Popen[str]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._carrier: subprocess.Popen[str] | None = None
@@ -156,7 +159,8 @@ class ShapedLinks:
         # `nsenter` waits for the program, and setpriv makes the kernel kill the program when `nsenter` ends. In a new
         # session the program does not receive the terminal's Ctrl-C.
         namespaces = f"/proc/{self._holders[host - self.hosts].pid}/ns"
-        enter = ["nsenter", f"--net={namespaces}/net", f"--pid={namespaces}/pid_for_children"]
+        enter = ["nsenter", f"--net={namespaces}/net"]
+        enter += [f"--pid={namespaces}/pid_for_children"] if self._separate else []
         command = [*enter, "setpriv", "--pdeathsig", "KILL", *argv]
         process = subprocess.Popen(command, text=True, start_new_session=True, **options)
         self._processes.append(process)
