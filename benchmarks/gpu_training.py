@@ -5,12 +5,12 @@ predict the bytes of Python's standard library, with AdamW, in bf16-mixed precis
 bytes per step. The learning rate warms up linearly over a tenth of the steps, and then follows a cosine to zero. The
 density warm-up is that of the defaults. A run is reported only if all ranks end with the same weights.
 
-"dense" is one rank with the batches of all ranks, from the same weights and in the same order. So it computes what
-stock `ddp` computes, without the time of its all-reduce.
+"dense" is one rank with the batches of all ranks, from the same weights and in the same order. Up to rounding it is
+equal to stock `ddp`, without the time of its all-reduce.
 
-    python -m benchmarks.gpu_training                    # losses of the `PARTS`, all at the same time
-    sudo python -m benchmarks.gpu_training --links       # step times of GPT-2 small, with two ranks
-    python -m benchmarks.gpu_training --rehearse         # tiny models on a CPU: a test of this program
+    python -m benchmarks.gpu_training              # losses
+    sudo python -m benchmarks.gpu_training --links # step times
+    python -m benchmarks.gpu_training --rehearse   # on a CPU
 
 Losses depend on the seed and the GPU's rounding. Step times are the medians of a few steps of all methods in turn.
 
@@ -30,15 +30,16 @@ import torch
 
 from benchmarks.harness import results
 from benchmarks.harness.baselines import CONTESTANTS, Options
-from benchmarks.harness.launch import check_weights, gather, hosts, launch, run_ranks, timed, write
+from benchmarks.harness.launch import check_weights, gather, hosts, launch, timed, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import step_columns
 from benchmarks.harness.training import Data, Trainee, text
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm
 
+MODULE = "benchmarks.gpu_training"
 DENSE, DEFAULT = "dense", "topk by default"
-LINKED = ["ddp", "bf16", "int4", DEFAULT]
+LINKED = [DEFAULT, "int4", "bf16", "ddp"]
 RATES = ["1gbit", "10gbit", "loopback"]
 ROUNDS, TIMED = 2, 2
 """Number of turns of each method, and of timed steps per turn."""
@@ -120,12 +121,12 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
         name, method, seed = run
         part, began = parts[name], time.monotonic()
         job = {"what": "curve", "of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out}
+        job["module"] = MODULE
         params = sum(x.numel() for x in GPT(part.context, part.width, part.layers, part.width // 64).parameters())
         case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
         rows: list[Row] = []
         workers = 1 if method == DENSE else part.workers
         with hosts(workers, "loopback") as where:
-            job["module"] = "benchmarks.gpu_training"
             for point in launch("benchmarks.harness.launch", job, where, workers):
                 rows.append(case | {"steps": part.steps} | point | results.device())
                 with saving:
@@ -136,28 +137,31 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
         for future in as_completed([pool.submit(train, run) for run in runs]):
             try:
                 future.result()
-            except (Exception, SystemExit) as error:  # the other trainings go on
+            except (Exception, SystemExit) as error:  # continue with the other trainings
                 print(f"A training failed: {error}", flush=True)
 
 
 def links(part: Part, rates: Sequence[str], path: Path) -> None:
-    """Time steps at each rate, and write rows."""
+    """Time steps at each rate. Rows are written as soon as they are known."""
+    job = {"what": "links", "of": dataclasses.asdict(part), "held_out": 2, "module": MODULE}
     for rate in rates:
-        job = {"what": "links", "of": dataclasses.asdict(part), "held_out": 2}
+        records: list[Row] = []
         try:
-            records, calibration = run_ranks("benchmarks.gpu_training", job, part.workers, rate)
-        except (Exception, SystemExit) as error:  # the other rates go on
+            with hosts(part.workers, rate) as where:
+                off = max((abs(probe["ratio_to_expected"] - 1) for probe in where.calibration), default=0.0)
+                for record in launch("benchmarks.harness.launch", job, where, part.workers):
+                    records.append(record)
+                    rows = [
+                        {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
+                        | step_columns([ms for each in turns["ms"] for ms in each])
+                        | {key: round(turns[key].mean()) for key in ("sent_bytes", "tx_bytes")}
+                        | {"largest_calibration_error": round(off, 3), **results.device()}
+                        for name, turns in pd.DataFrame(records).groupby("method", sort=False)
+                    ]
+                    results.save(path, rows, ["rate"])
+            print(pd.DataFrame(rows).loc[:, :"tx_bytes"].to_string(index=False), flush=True)
+        except (Exception, SystemExit) as error:  # continue with the other rates
             print(f"{rate}: {error}", flush=True)
-            continue
-        off = max((abs(probe["ratio_to_expected"] - 1) for probe in calibration), default=0)
-        rows: list[Row] = []
-        for name, turns in pd.DataFrame(records).groupby("method", sort=False):
-            row: Row = {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
-            row |= step_columns([ms for each in turns["ms"] for ms in each])
-            row |= {"sent_bytes": round(turns["sent_bytes"].mean()), "tx_bytes": round(turns["tx_bytes"].mean())}
-            rows.append(row | {"largest_calibration_error": off})
-        print(pd.DataFrame(rows).to_string(index=False), flush=True)
-        results.save(path, [row | results.device() for row in rows], ["rate"])
 
 
 if __name__ == "__main__":

@@ -1117,6 +1117,46 @@ def gpu_gpt() -> str:
     )
 
 
+def gpu_graphs() -> str:
+    """The device memory that CUDA graphs take, beside the residual."""
+    found = read("gpt_cuda").set_index("contestant")
+    shares = 100 * found.graph_bytes / (4 * found.params)
+    return (
+        f"- Graphs take memory: {shares['topk']:.0f} % of the residual's bytes for GPT-2 small, and"
+        f" {shares['topk, whole model']:.0f} % if the whole model\n"
+        "  is one segment. Blocks have 2 or 20 MB. If messages of many ranks would take more than"
+        " 5 %, they are\n  unpacked without a graph.\n"
+    )
+
+
+def gpu_losses() -> str:
+    """Losses of trainings with several ranks on one GPU, at the last step that both have reached."""
+    found, rows = read("gpu_training"), []
+    for (part, _), group in found.groupby(["part", "seed"]):
+        by = group.set_index(["method", "step"])
+        steps = {name: set(group[group.method == name].step) for name in group.method}
+        last = max(set.intersection(*steps.values()))
+        ours, dense = by.loc[("topk by default", last)], by.loc[("dense", last)]
+        share = 100 * ours.sent_bytes / last / (2 * (ours.workers - 1) / ours.workers * 4 * ours.params)
+        change = 100 * (ours.val_loss / dense.val_loss - 1)
+        cells = [part, f"{ours.lr:g}", f"{last} of {ours.steps}", f"{dense.val_loss:.3f}", f"{ours.val_loss:.3f}"]
+        rows.append([*cells, f"{change:+.1f} %".replace("-", "−"), f"{share:.2f} %"])
+    heads = ["parameters, ranks", "learning rate", "after steps", "dense", "by default", "difference", "of dense bytes"]
+    return table(heads, rows)
+
+
+def gpu_links() -> str:
+    """Step times of two ranks on one GPU over gloo."""
+    found = read("gpu_links")
+    rows = []
+    for rate, group in found.groupby("rate"):
+        ddp = group.set_index("method").median_ms["ddp"]
+        for row in group.sort_values("median_ms", ascending=False).itertuples():
+            times = f"{row.median_ms:.0f} ({row.p20_ms:.0f} to {row.p80_ms:.0f})"
+            rows.append([rate, row.method, times, f"{ddp / row.median_ms:.1f} ×", f"{row.sent_bytes / 1e6:.1f}"])
+    return table(["link", "method", "ms a step", "as fast", "MB a step"], rows)
+
+
 def launches_host() -> str:
     """Microseconds that a segment takes of the host, and what it took before."""
     found = read("launches_host").set_index(["method", "state"]).us
@@ -1385,6 +1425,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-host": gpu_host,
     "gpu-selection": gpu_selection,
     "gpu-gpt": gpu_gpt,
+    "gpu-graphs": gpu_graphs,
+    "gpu-losses": gpu_losses,
+    "gpu-links": gpu_links,
     "gpu-line": gpu_line,
     "methods": methods,
     "traits": traits,

@@ -1,7 +1,8 @@
 """Tests, checks and benchmarks that need a GPU. Each part has a time limit.
 
-    python3 -m tests.gpu quick                               # the first run of two, 345 seconds
+    python3 -m tests.gpu quick                               # the first run of three, 345 seconds
     python3 -m tests.gpu quick second                        # the second, 415 seconds
+    python3 -m tests.gpu quick third                         # trainings on one GPU and slow links, 335 seconds
     python3 -m tests.gpu quick kernels gpt --out ~/results   # parts by name, such as failed parts
     python3 -m tests.gpu quick --rehearse                    # on a CPU with mocks, as a test of these parts
     python3 -m tests.gpu full                                # all parts without time limits of a short run: `make gpu`
@@ -129,6 +130,24 @@ def topk_adds_little(rows: Rows) -> str:
     return within(row for row in rows if (row["precision"], row["contestant"]) == ("bf16-mixed", "topk"))
 
 
+def trains_as_dense(rows: Rows) -> str:
+    """Say whether each training is at most 1 % above dense, at the last step that both have reached."""
+    loss = {(row["part"], row["seed"], int(row["step"]), row["method"]): float(row["val_loss"]) for row in rows}
+    last: dict[tuple[str, str], float] = {}
+    for (part, seed, step, _), dense in sorted(item for item in loss.items() if item[0][3] == "dense"):
+        if (ours := loss.get((part, seed, step, "topk by default"))) is not None and step:
+            last[part, seed] = ours / dense
+    return OPEN if not last else HOLDS if max(last.values()) <= 1.01 else BROKEN
+
+
+def is_fast_over_links(rows: Rows) -> str:
+    """Say whether a step with `topk` at 1 Gbit/s takes at most a third of the time with DDP."""
+    ms = {row["method"]: float(row["median_ms"]) for row in rows if row["rate"] == "1gbit"}
+    if not ms.keys() >= {"ddp", "topk by default"}:
+        return OPEN
+    return HOLDS if 3 * ms["topk by default"] <= ms["ddp"] else BROKEN
+
+
 # The parts.
 
 
@@ -182,7 +201,7 @@ SELECTION = {
 GPT = {"topk adds at most 1.6 floors and 1 ms to a step of GPT-2 small, bf16-mixed": topk_adds_little}
 SANITIZER = "compute-sanitizer --error-exitcode 1 --tool"
 MEMCHECK = f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} memcheck {{python}} -m tests.run_kernels"
-# `first` and `second` fill fifteen minutes of a lent GPU, the machine's start included: see docs/gpu.md.
+# `first` and `second`, or `second` and `third`, fill fifteen minutes of a lent GPU, with the machine's start.
 FIRST = {
     "probe": Part(
         "{python} -m tests.gpu_probe",
@@ -263,7 +282,28 @@ SECOND = {
         rehearsal="TRITON_INTERPRET=1 {python} -m tests.run_kernels --small",
     ),
 }
-RUNS = {"first": (FIRST, 330), "second": (SECOND, 400)}
+THIRD = {
+    "losses": Part(
+        "{python} -m benchmarks.gpu_training --out {out}",
+        180,
+        {"trainings with 11 and 85 M parameters by default end at most 1 % above dense": trains_as_dense},
+        "gpu_training.csv",
+        needs=("triton",),
+        group=6,
+        rehearsal="{python} -m benchmarks.gpu_training --rehearse --parts '11 M, P = 2' --out {out}",
+    ),
+    "links": Part(
+        "{python} -m benchmarks.gpu_training --links --rates 1gbit --out {out}",
+        140,
+        {"at 1 Gbit/s steps of GPT-2 small by default take at most a third of those with ddp": is_fast_over_links},
+        "gpu_links.csv",
+        needs=("triton", "tc"),
+        group=7,
+        rehearsal="{python} -m benchmarks.gpu_training --rehearse --links --rates loopback --out {out}",
+    ),
+}
+PARTS = FIRST | SECOND | THIRD
+RUNS = {"first": (FIRST, 330), "second": (SECOND, 400), "third": (THIRD, 330)}
 """Parts of a quick run, and its BUDGET in seconds unless one is set."""
 FULL_LIMIT = 1800
 FULL = {
@@ -374,7 +414,7 @@ def environment(out: Path, rehearse: bool) -> dict[str, str]:
 def missing(part: Part, rehearse: bool) -> str:
     """Return the first program or package that a part needs and that is not there, or an empty text."""
     for name in part.needs:
-        if name == "compute-sanitizer":
+        if name in ("compute-sanitizer", "tc"):
             if not rehearse and not shutil.which(name):
                 return name
         elif importlib.util.find_spec(name) is None:
@@ -490,7 +530,7 @@ def chosen_parts(mode: str, names: Sequence[str], rehearse: bool) -> tuple[dict[
     Raises:
         ValueError: an unknown part.
     """
-    known = FULL if mode == "full" else FIRST | SECOND
+    known = FULL if mode == "full" else PARTS
     runs: dict[str, tuple[Mapping[str, Part], float]] = {} if mode == "full" else dict(RUNS)
     names = names or (list(known) if mode == "full" or rehearse else ["first"])
     parts: dict[str, Part] = {}
@@ -543,8 +583,8 @@ def budget_of(given: str | None, usual: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["quick", "full"], help="two runs of at most seven minutes each, or everything")
-    known = f"quick: {', '.join([*RUNS, *FIRST, *SECOND])}; default: first. full: {', '.join(FULL)}; default: all"
+    parser.add_argument("mode", choices=["quick", "full"], help="three runs of up to seven minutes each, or everything")
+    known = f"quick: {', '.join([*RUNS, *PARTS])}; default: first. full: {', '.join(FULL)}; default: all"
     parser.add_argument("parts", nargs="*", metavar="part", help=known)
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with stand-ins; default: all parts")
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")

@@ -158,7 +158,7 @@ def test_other_parts_rows_stay_and_a_parts_own_are_replaced(tmp_path):
 @full
 def test_what_is_printed_fits_however_much_the_parts_say(tmp_path, capsys):
     loud = part("print('x' * 3_000_000); 1 / 0")
-    run(dict.fromkeys((*gpu.FIRST, *gpu.SECOND), loud), tmp_path)
+    run(dict.fromkeys(gpu.PARTS, loud), tmp_path)
     assert len(capsys.readouterr().out) < 12_000
     files = list(tmp_path.iterdir())
     assert len(files) <= 8
@@ -267,7 +267,7 @@ def refused(arguments, capsys, **variables):
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
-        (["quick", "kernel"], {}, "unknown part 'kernel': choose from first, second, probe, kernels"),
+        (["quick", "kernel"], {}, "unknown part 'kernel': choose from first, second, third, probe, kernels"),
         (["full", "probe"], {}, "unknown part 'probe': choose from kernels, nccl"),
         (["slow"], {}, "invalid choice: 'slow'"),
         (["quick"], {"BUDGET": "soon"}, "BUDGET='soon': give the seconds that the whole run may take"),
@@ -289,7 +289,7 @@ def test_parts_are_chosen_by_run_and_by_name():
     second, budget = gpu.chosen_parts("quick", ["kernels", "second"], False)
     assert (list(second), budget) == (["kernels", *gpu.SECOND], 400)
     assert list(gpu.chosen_parts("full", [], False)[0]) == list(gpu.FULL)
-    assert list(gpu.chosen_parts("quick", [], True)[0]) == [*gpu.FIRST, *gpu.SECOND]
+    assert list(gpu.chosen_parts("quick", [], True)[0]) == [*gpu.PARTS]
     assert gpu.budget_of("12.5", 330) == 12.5
     assert gpu.budget_of(None, 330) == 330
 
@@ -331,13 +331,39 @@ def test_another_machine_than_expected_is_described(name, capability, triton, sa
     assert all(line.startswith(said) for line in others)
 
 
+def test_a_training_counts_at_the_last_step_that_both_have_reached():
+    def rows(*losses):
+        return [
+            {"part": "a", "seed": "0", "method": method, "step": str(step), "val_loss": str(loss)}
+            for method, step, loss in losses
+        ]
+
+    ours, start = "topk by default", [("dense", 0, 5.0), ("topk by default", 0, 5.0)]
+    assert gpu.trains_as_dense(rows(*start)) == gpu.OPEN
+    early = [*start, ("dense", 10, 2.0), (ours, 10, 3.0)]
+    assert gpu.trains_as_dense(rows(*early)) == gpu.BROKEN
+    assert gpu.trains_as_dense(rows(*early, ("dense", 20, 1.0), (ours, 20, 1.01))) == gpu.HOLDS
+    assert gpu.trains_as_dense(rows(*early, ("dense", 20, 1.0))) == gpu.BROKEN
+
+
+def test_steps_over_a_link_are_judged_at_its_rate():
+    rows = [
+        {"rate": rate, "method": method, "median_ms": str(ms)}
+        for rate, method, ms in [("1gbit", "ddp", 300.0), ("loopback", "topk by default", 1.0)]
+    ]
+    assert gpu.is_fast_over_links(rows) == gpu.OPEN
+    for ms, said in ((100.0, gpu.HOLDS), (101.0, gpu.BROKEN)):
+        found = [*rows, {"rate": "1gbit", "method": "topk by default", "median_ms": str(ms)}]
+        assert gpu.is_fast_over_links(found) == said
+
+
 # The commands of the parts.
 
 
 @pytest.mark.parametrize("name", tiers(["lightning", "nowait", "kernels"], []))
 def test_the_tests_of_a_part_exist(name):
     """A selection by `-k` that fits nothing would say that all is well, or that all is wrong."""
-    command = (gpu.FIRST | gpu.SECOND)[name].command.replace("-p xdist.plugin --dist loadgroup", "")
+    command = gpu.PARTS[name].command.replace("-p xdist.plugin --dist loadgroup", "")
     command = command.split(" -n ")[0] + " --collect-only " + command.split(" -n ")[1].partition(" ")[2]
     ran = subprocess.run(
         command.format(python=f"'{sys.executable}'"),
@@ -363,7 +389,7 @@ def test_the_rehearsal_runs_all_parts(tmp_path):
         check=False,
     )
     found = verdicts(tmp_path)
-    assert found.keys() == {*gpu.FIRST, *gpu.SECOND}
+    assert found.keys() == {*gpu.PARTS}
     ended = {row["part"]: row["ended"] for row in gpu.read(tmp_path / "gpu.csv")}
     assert all(said.startswith("ended") and "status" not in said for said in ended.values()), ran.stdout
     assert len(ran.stdout) < 12_000

@@ -53,7 +53,7 @@ class Captures:
         are_due: whether a function has run that may be captured the next time. `allowed` resets it.
         pool: the memory pool.
         stream: the stream in which functions are captured. A pool shares memory only within a stream.
-        buffer: see `Graphs.buffer_like`; as long as the longest segment that has asked for it.
+        buffer: see `Graphs.buffer_like`; it has the length of the longest segment that has asked for it.
     """
 
     def __init__(self) -> None:
