@@ -94,6 +94,9 @@ OF_LENGTH |= {
     for density in densities
 }
 PARTS |= OF_LENGTH
+RATES_OF = {"rates": [0.0005, 0.001, 0.003, 0.004, 0.006], "rates, eight": [0.002, 0.008]}
+"""Learning rates besides those of the parts "final" and "eight", for `ddp` and the default."""
+PARTS |= {"rates": Part(1000, 250), "rates, eight": Part(1000, 250, workers=8, density=0.0075)}
 # Steps to a loss are interpolated linearly. Early in training, the loss falls so fast that its curve is below a chord.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
@@ -129,6 +132,7 @@ TRIED = [
         (name, "adamw", [THINNER] if "density" in name else ["ddp", DEFAULT], [0.001 if part.steps < 1000 else 0.002])
         for name, part in OF_LENGTH.items()
     ),
+    *((name, "adamw", ["ddp", DEFAULT], rates) for name, rates in RATES_OF.items()),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
@@ -153,7 +157,7 @@ MORE_SEEDS = [1, 2]  # further seeds of `REPEATED`; the parts in `EARLY` use all
 TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for step times
 FAR = "100mbit 50ms"  # links between distant sites, for the methods in `AT_SITES`
-AT_SITES = ["ddp", "bf16", "powersgd", "int4", "topk updates", DELAYED, "gaussiank updates", *LOCAL]
+AT_SITES = ["ddp", "bf16", "powersgd", "int4", DEFAULT, "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
 FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 

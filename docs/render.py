@@ -585,6 +585,21 @@ def lengths() -> str:
     return table(["steps", "", "rate", "% of dense bytes", "loss after the last step", "against `ddp`"], rows)
 
 
+def rates() -> str:
+    """Final losses of `ddp` and of the default at several learning rates; seed 0."""
+    trained = read("language").query(
+        "seed == 0 and optimizer == 'adamw' and method in ['ddp', 'topk by default']"
+        " and part in ['final', 'eight', 'rates', 'rates, eight'] and step == steps"
+    )
+    rows = []
+    for (workers, rate), runs in trained.groupby(["workers", "lr"]):
+        loss = runs.groupby("method").val_loss.first()
+        if len(loss) == 2:
+            above = f"{100 * (loss['topk by default'] / loss['ddp'] - 1):+.1f} %"
+            rows.append([f"{workers}", f"{rate:g}", f"{loss['ddp']:.3f}", f"{loss['topk by default']:.3f}", above])
+    return table(["workers", "rate", "`ddp`", "topk by default", "against `ddp`"], rows)
+
+
 def frontier() -> str:
     """Formats, warm-ups and ideas: steps to 2.6, loss, and bytes, of one seed or several."""
     rows = []
@@ -1376,6 +1391,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "front-seconds": front_seconds,
     "fewer-bytes": fewer_bytes,
     "lengths": lengths,
+    "rates": rates,
     "frontier": frontier,
     "auto": auto,
     "auto-hsdp": partial(auto, "auto_hsdp"),

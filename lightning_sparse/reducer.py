@@ -272,11 +272,12 @@ class Reducer:
         observers = list(self.observers)
         graphs, stats = self._graphs_of(segment, compressor, density), None
         if not aggregator.shards_segment:
-            if (stats := graphs.stats) is not None:
+            is_active = graphs.is_active(grads[0])
+            if is_active and (stats := graphs.stats) is not None:
                 stats.done = False
             else:
                 stats = compressor.block_stats(segment.numel, density)
-            graphs.stats = stats if graphs.is_active(grads[0]) else None
+            graphs.stats = stats if is_active else None
         ctx = Context(
             segment,
             step=self.step,

@@ -294,6 +294,79 @@ def test_inputs_that_move_are_captured_a_few_times():
 
 
 @needs_triton
+def test_inputs_at_other_addresses_within_backward_do_not_make_captures_due_for_ever():
+    """The worker's stream has other memory. Exchanges would alternate between within backward and after the step."""
+    captures, after, within = Captures(), torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    found, due = captures.of(0), []
+    with graphs([]):
+        for step in range(3 * MOST):
+            due.append(captures.are_due)
+            x = after if step == 0 or due[-1] else within
+            with captures.allowed() if x is after else contextlib.nullcontext():
+                found.run(("add",), lambda x=x: x + 1, [x])
+    assert any(due)
+    assert not any(due[2 * MOST :])
+
+
+@needs_triton
+def test_a_new_capture_drops_the_graphs_that_follow_it():
+    """They may use the memory of the one that it replaces."""
+    captures, x, y = Captures(), torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    found, replayed = captures.of(0), []
+
+    def step(x):
+        made = found.run(("double",), lambda: 2 * x, [x])
+        return found.run(("add",), lambda: made + 1, [made])
+
+    with graphs(replayed):
+        with captures.allowed():
+            for _ in range(4):
+                step(x)
+            assert len(found._captured) == 2
+            for _ in range(2):
+                step(y)
+        assert list(found._captured) == [("double",)]
+
+
+@needs_triton
+def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
+    """The worker's kernels may still read it when the training thread's stream gets its memory."""
+    with graphs([]):
+        reducer = Reducer(method("topk", density=0.002), Echo(3), granularity="model")
+        grads = {key: torch.randn(shape, device=DEVICE) for key, shape in SHAPES.items()}
+        with reducer.captures.allowed():
+            reducer.reduce_(grads)
+        found = reducer.captures.of(0)
+        kept = found.stats
+        assert kept is not None
+        (segment,) = reducer.layout.segments
+        pending = reducer.begin(segment, [grads[key].view(-1) for key in segment.names])
+        assert pending.exchange.ctx.stats is not kept
+        reducer.finish(pending)
+        short, long = torch.ones(3, device=DEVICE), torch.ones(5, device=DEVICE)
+        with reducer.captures.allowed():
+            for _ in range(2):
+                found.run(("add",), lambda: short + 1, [short])
+            buffer = found.buffer_like(short)
+        assert found.buffer_like(short).data_ptr() == buffer.data_ptr()
+        assert found.buffer_like(long).data_ptr() != buffer.data_ptr()
+        assert len(reducer.captures.buffer) == 3
+
+
+@needs_triton
+def test_steps_that_log_stay_within_backward():
+    """They replay nothing, so nothing can be captured in them."""
+    with graphs([]):
+        reducer = Reducer(method("topk", density=0.002), Echo(3), exchanged="update")
+        net = torch.nn.Linear(64, 64).to(DEVICE)
+        updates = DeltaExchange(reducer, net, [torch.optim.AdamW(net.parameters())])
+        reducer.captures.note_run()
+        assert updates.captures_are_due
+        reducer.observers.append(object())
+        assert not updates.captures_are_due
+
+
+@needs_triton
 def test_messages_that_are_large_beside_the_residual_are_not_kept():
     """Their copies and entries would stay on the device for all segments."""
     assert compare("topk", 3, density=0.05) == 1

@@ -38,7 +38,7 @@ from lightning_sparse.kernels.launch import constants_of, same_dtype
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 MOST = 8
-"""Most runs of a function while captures are allowed; every second one may be captured. If its inputs move more often,
+"""Most runs of a function without a replay, of which every second one may be captured. If its inputs move more often,
 it runs, unless they move back."""
 
 
@@ -136,7 +136,7 @@ class Graphs:
         self.stats: BlockStats | None = None
         self._captured: dict[tuple[Hashable, ...], Captured] = {}
         self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
-        self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of runs while captures were allowed
+        self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of runs without a replay
         self._fixed: dict[str, Tensor] = {}
         self._table: Tensor | None = None
         self._placed: list[int] = []  # element size and addresses in the table
@@ -171,13 +171,17 @@ class Graphs:
         if captures is None or not can_capture(inputs[0]) or self._counts[name] == MOST:
             return function()
         captures.note_run()
+        self._counts[name] += 1
         if not captures.are_allowed:
             return function()
         before, self._seen[name] = self._seen.get(name), addresses
-        self._counts[name] += 1
         known = captures.attempt(name, function, inputs) if before == addresses else None
         if known is None:
             return function()
+        if name in self._captured:  # graphs that were captured after it may use its memory, which is free now
+            names = list(self._captured)
+            for later in names[names.index(name) :]:
+                del self._captured[later]
         self._captured[name] = known
         known.replay()
         return known.result  # type: ignore[no-any-return]
@@ -196,9 +200,10 @@ class Graphs:
         captures = self._captures
         if captures is None or not self.is_active(x):
             return torch.empty_like(x)
-        if captures.buffer is None or len(captures.buffer) < len(x):
+        if captures.are_allowed and (captures.buffer is None or len(captures.buffer) < len(x)):
             captures.buffer = torch.empty_like(x)
-        return captures.buffer[: len(x)]
+        has_room = captures.buffer is not None and len(captures.buffer) >= len(x)
+        return captures.buffer[: len(x)] if has_room else torch.empty_like(x)
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""

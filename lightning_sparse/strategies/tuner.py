@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
-SETTLING, WINDOW = 3, 7
-"""Steps that are left out after a switch, and measured steps before a decision."""
+SETTLING, WINDOW = 4, 7
+"""Steps that are left out after a switch, and measured steps before a decision. On a GPU up to six exchanges capture
+CUDA graphs first, so most measured steps are without a capture."""
 EVERY, RAREST = 100, 800
 """Steps between two looks at the chosen candidate, at first and at most. Each repetition of the tries doubles them. So
 a link that changes all the time does not cause tries all the time."""

@@ -112,7 +112,7 @@ class DeltaExchange:
     @property
     def captures_are_due(self) -> bool:
         """Whether the next `exchange` may capture CUDA graphs, so that the host needs less time for later ones."""
-        return self._reducer.captures.are_due
+        return self._reducer.captures.are_due and not self._reducer.observers
 
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is exchanged."""
