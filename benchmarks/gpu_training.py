@@ -3,7 +3,7 @@
 Each rank is a process; all ranks exchange over gloo, through host memory. GPTs of 11 to 85 M parameters learn to
 predict the bytes of Python's standard library, with AdamW, in bf16-mixed precision. Each rank uses 8 sequences of 256
 bytes per step. The learning rate warms up linearly over a tenth of the steps, and then follows a cosine to zero. The
-density warm-up is that of the defaults. A run is reported only if all ranks end with the same weights.
+density warm-up is that of the defaults. The last loss is reported only if all ranks end with the same weights.
 
 "dense" is one rank with the batches of all ranks, from the same weights and in the same order. Up to rounding it is
 equal to stock `ddp`, without the time of its all-reduce.
@@ -18,7 +18,6 @@ Output: `gpu_training.csv` and `gpu_links.csv`.
 """
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -126,11 +125,16 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
         case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
         rows: list[Row] = []
         workers = 1 if method == DENSE else part.workers
+
+        def save() -> None:
+            with saving:
+                results.save(path, rows, ["part", "method", "seed"], digits=6)
+
         with hosts(workers, "loopback") as where:
             for point in launch("benchmarks.harness.launch", job, where, workers):
+                save()
                 rows.append(case | {"steps": part.steps} | point | results.device())
-                with saving:
-                    results.save(path, rows, ["part", "method", "seed"], digits=6)
+        save()  # the ranks have compared their weights
         print(run, f"{rows[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
 
     with ThreadPoolExecutor(len(runs)) as pool:
@@ -175,11 +179,14 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not (args.rehearse or torch.cuda.is_available()):
         parser.error("torch finds no GPU here. Rehearse on the CPU with --rehearse.")
-    change = Part.rehearsed if args.rehearse else lambda part: part
-    if args.steps:
-        change = functools.partial(lambda change, part: dataclasses.replace(change(part), steps=args.steps), change)
+
+    def changed(part: Part) -> Part:
+        """Return a part, changed by the options."""
+        part = part.rehearsed() if args.rehearse else part
+        return dataclasses.replace(part, steps=args.steps) if args.steps else part
+
     if args.links:
-        links(change(GPT2), args.rates, args.out / "gpu_links.csv")
+        links(changed(GPT2), args.rates, args.out / "gpu_links.csv")
     else:
-        held_out = 16 if args.rehearse else 512
-        losses({name: change(PARTS[name]) for name in args.parts}, args.seeds, held_out, args.out / "gpu_training.csv")
+        chosen, held_out = {name: changed(PARTS[name]) for name in args.parts}, 16 if args.rehearse else 512
+        losses(chosen, args.seeds, held_out, args.out / "gpu_training.csv")

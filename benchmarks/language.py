@@ -94,9 +94,9 @@ OF_LENGTH |= {
     for density in densities
 }
 PARTS |= OF_LENGTH
-RATES_OF = {"rates": [0.0005, 0.001, 0.003, 0.004, 0.006], "rates, eight": [0.002, 0.008]}
-"""Learning rates besides those of the parts "final" and "eight", for `ddp` and the default."""
-PARTS |= {"rates": Part(1000, 250), "rates, eight": Part(1000, 250, workers=8, density=0.0075)}
+OTHER_RATES = [0.0005, 0.001, 0.003, 0.004, 0.006, 0.008]
+"""Learning rates of the part "rates", besides that of the part "final", for `ddp` and the default."""
+PARTS["rates"] = Part(1000, 250)
 # Steps to a loss are interpolated linearly. Early in training, the loss falls so fast that its curve is below a chord.
 EARLY = {part: f"{part}, early" for part in ("final", "four", "eight", "thin", "alone")}
 PARTS |= {early: PARTS[part]._replace(every=10, until=200) for part, early in EARLY.items()}
@@ -126,13 +126,13 @@ TRIED = [
     ("interval", "adamw", ["diloco, every 10", "diloco, every 200"], GRID[:2]),
     ("final", "adamw", [DEFAULT, GAUSSIANK], [0.002]),
     ("four", "adamw", [DEFAULT], [0.004]),
-    ("eight", "adamw", [DEFAULT], [0.004]),
+    ("eight", "adamw", [DEFAULT], [0.004, 0.008]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
     *(
         (name, "adamw", [THINNER] if "density" in name else ["ddp", DEFAULT], [0.001 if part.steps < 1000 else 0.002])
         for name, part in OF_LENGTH.items()
     ),
-    *((name, "adamw", ["ddp", DEFAULT], rates) for name, rates in RATES_OF.items()),
+    ("rates", "adamw", ["ddp", DEFAULT], OTHER_RATES),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),

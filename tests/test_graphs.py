@@ -310,7 +310,7 @@ def test_inputs_at_other_addresses_within_backward_do_not_make_captures_due_for_
 
 @needs_triton
 def test_a_new_capture_drops_the_graphs_that_follow_it():
-    """They may use the memory of the one that it replaces."""
+    """They may use the memory of the graph that it replaces."""
     captures, x, y = Captures(), torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE)
     found, replayed = captures.of(0), []
 

@@ -200,10 +200,10 @@ class Graphs:
         captures = self._captures
         if captures is None or not self.is_active(x):
             return torch.empty_like(x)
-        if captures.are_allowed and (captures.buffer is None or len(captures.buffer) < len(x)):
-            captures.buffer = torch.empty_like(x)
-        has_room = captures.buffer is not None and len(captures.buffer) >= len(x)
-        return captures.buffer[: len(x)] if has_room else torch.empty_like(x)
+        buffer = captures.buffer
+        if captures.are_allowed and (buffer is None or len(buffer) < len(x)):
+            buffer = captures.buffer = torch.empty_like(x)
+        return torch.empty_like(x) if buffer is None or len(buffer) < len(x) else buffer[: len(x)]
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""
