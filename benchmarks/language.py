@@ -133,6 +133,7 @@ TRIED = [
         for name, part in OF_LENGTH.items()
     ),
     ("rates", "adamw", ["ddp", DEFAULT], OTHER_RATES),
+    ("rates", "adamw", [GAUSSIANK], [0.004, 0.006]),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
     ("large", "adamw", ["topk"], [0.001]),
     ("tune", "sgd", ["ddp"], [0.05, 0.1, 0.2, 0.5]),
