@@ -57,6 +57,10 @@ class Part:
     batch_size: int = 8
     vocabulary: int = 256
 
+    def model(self) -> GPT:
+        """Return a new model."""
+        return GPT(self.context, self.width, self.layers, self.width // 64, self.vocabulary)
+
     def rehearsed(self) -> "Part":
         """Return a part that takes a CPU a few seconds."""
         return dataclasses.replace(self, layers=1, width=64, workers=2, steps=4, context=32, vocabulary=256)
@@ -75,7 +79,7 @@ def trainee(part: Part, method: str, seed: int, data: Data) -> Trainee:
     """Return a model in training on this rank of a process group."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    model = GPT(part.context, part.width, part.layers, part.width // 64, part.vocabulary).to(device)
+    model = part.model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), part.lr, fused=device == "cuda")
     wrapped = CONTESTANTS["none" if method == DENSE else method].wrap(model, Options(), optimizer)
     batch_size = part.batch_size * (part.workers if method == DENSE else 1)
@@ -87,17 +91,14 @@ def work(job: Row) -> None:
     """Do a job: the curve of one training, or step times of several methods. This runs in each rank."""
     part = Part(**job["of"])
     data = text(part.context, job["held_out"])
-    if job["what"] == "curve":
+    if "method" in job:
         trained = trainee(part, job["method"], job["seed"], data)
         for point in trained.curve(part.steps, max(1, part.steps // 10)):
             write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
         check_weights(trained.model)
         return
     made = {name: trainee(part, name, 0, data) for name in LINKED}
-    reducer = made[DEFAULT].wrapped.reducer
-    assert reducer is not None
-    assert reducer.options.density_warmup_steps is not None
-    reducer.step = len(reducer.options.density_warmup or ()) * reducer.options.density_warmup_steps
+    made[DEFAULT].skip_density_warmup()
     for turn in range(ROUNDS):
         for name, each in made.items():
             for _ in range(1 if turn else 5 if name == DEFAULT else 2):  # compiles kernels, and captures graphs
@@ -119,9 +120,8 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
     def train(run: tuple[str, str, int]) -> None:
         name, method, seed = run
         part, began = parts[name], time.monotonic()
-        job = {"what": "curve", "of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out}
-        job["module"] = MODULE
-        params = sum(x.numel() for x in GPT(part.context, part.width, part.layers, part.width // 64).parameters())
+        job = {"of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out, "module": MODULE}
+        params = sum(x.numel() for x in part.model().parameters())
         case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
         rows: list[Row] = []
         workers = 1 if method == DENSE else part.workers
@@ -130,8 +130,8 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
             with saving:
                 results.save(path, rows, ["part", "method", "seed"], digits=6)
 
-        with hosts(workers, "loopback") as where:
-            for point in launch("benchmarks.harness.launch", job, where, workers):
+        with hosts(workers, "loopback") as made:
+            for point in launch("benchmarks.harness.launch", job, made, workers):
                 save()
                 rows.append(case | {"steps": part.steps} | point | results.device())
         save()  # the ranks have compared their weights
@@ -147,13 +147,13 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
 
 def links(part: Part, rates: Sequence[str], path: Path) -> None:
     """Time steps at each rate. Rows are written as soon as they are known."""
-    job = {"what": "links", "of": dataclasses.asdict(part), "held_out": 2, "module": MODULE}
+    job = {"of": dataclasses.asdict(part), "held_out": 2, "module": MODULE}
     for rate in rates:
         records: list[Row] = []
         try:
-            with hosts(part.workers, rate) as where:
-                off = max((abs(probe["ratio_to_expected"] - 1) for probe in where.calibration), default=0.0)
-                for record in launch("benchmarks.harness.launch", job, where, part.workers):
+            with hosts(part.workers, rate) as made:
+                off = max((abs(probe["ratio_to_expected"] - 1) for probe in made.calibration), default=0.0)
+                for record in launch("benchmarks.harness.launch", job, made, part.workers):
                     records.append(record)
                     rows = [
                         {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
@@ -174,7 +174,7 @@ if __name__ == "__main__":
     parser.add_argument("--rehearse", action="store_true", help="use the CPU and tiny models")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
     parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--steps", type=int, help="number of steps instead of those of the part")
+    parser.add_argument("--steps", type=int, help="number of steps. Default: as in the part")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     if not (args.rehearse or torch.cuda.is_available()):

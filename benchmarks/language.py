@@ -191,9 +191,8 @@ def work(job: Row) -> None:
     if job["what"] == "step times":
         columns = [{"optimizer": run.optimizer, "method": run.method} for run in runs]
         everys, made = [UPDATES.get(run.method, 1) for run in runs], [trainee(run, data, TIMED_STEPS) for run in runs]
-        for each in made:  # skip density warm-up
-            if (reducer := each.wrapped.reducer) is not None and reducer.options.density_warmup_steps is not None:
-                reducer.step = len(reducer.options.density_warmup) * reducer.options.density_warmup_steps
+        for each in made:
+            each.skip_density_warmup()
         take_turns([*zip(columns, everys, made, strict=True)], job["out"])
         return
     trained = trainee(runs[0], data)

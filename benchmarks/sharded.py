@@ -117,9 +117,8 @@ def work(job: Row) -> None:
     data = text(LENGTH, VAL_SEQUENCES)
     if job["what"] == "step times":
         made = [trainee(name, 0, data) for name in job["runs"]]
-        for each in made:  # skip density warm-up
-            if (reducer := each.wrapped.reducer) is not None and reducer.options.density_warmup_steps is not None:
-                reducer.step = len(reducer.options.density_warmup) * reducer.options.density_warmup_steps
+        for each in made:
+            each.skip_density_warmup()
         columns = [{"contestant": name} for name in job["runs"]]
         take_turns([*zip(columns, [1] * len(made), made, strict=True)], job["out"])
         return

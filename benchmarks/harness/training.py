@@ -74,6 +74,11 @@ class Trainee:
         self.evaluated = slice(comm.rank, None, comm.size)  # this rank's held-out examples
         self.not_counted = wrapped.counted_bytes
 
+    def skip_density_warmup(self) -> None:
+        """Let the next step have the method's density."""
+        if (reducer := self.wrapped.reducer) is not None and reducer.options.density_warmup_steps is not None:
+            reducer.step = len(reducer.options.density_warmup or ()) * reducer.options.density_warmup_steps
+
     def step(self) -> None:
         """Train on the next batch."""
         first = (self.done * self.ranks + self.comm.rank) * self.batch_size
