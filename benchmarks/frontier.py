@@ -158,6 +158,7 @@ class Idea(NamedTuple):
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
+AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
@@ -166,6 +167,7 @@ IDEAS: dict[str, Idea | None] = {
     "4-bit values, warm-up": Idea(value_format="int4", warmup=WARMED),
     "2-bit values, warm-up": Idea(warmup=WARMED),
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
+    AT_ONCE: Idea(warmup=WARMED, variant=Variant(at_once=True)),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
     "2-bit values, warm-up, batches of 64": Idea(warmup=WARMED, sequences=64),
@@ -254,6 +256,7 @@ TRIED = [
             0.003,
             [TWICE.format(second) for second in (3, 8)],
         ),
+        (8, 200, 0.008, [0, 1, 2], update_density(8), [AT_ONCE, "2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas

@@ -20,6 +20,10 @@ Let q be the fraction of v that is signal. The mean gradient would have the seco
 are multiplied by f = 1/√(q + (1 − q)/P), one f per parameter. Adam's bias-corrected moments m̂ and v̂ give an estimate
 of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) of the variance of the noise:
 Σm̂² = (q + (1 − q)c) Σv̂.
+
+In the first steps a gradient contains more signal, and its entries are sent again and again. A payout clears m at
+them, so m̂ lacks signal and f is too large. With eight ranks and high learning rates, training did not recover from
+these steps. So f begins at 1: 1 − q is multiplied by t/50 in the first 50 steps of a parameter.
 """
 
 from __future__ import annotations
@@ -77,6 +81,9 @@ class SegmentMoments:
             the optimizer took the step.
     """
 
+    settled = 50
+    """Number of steps of a parameter after which its estimate of q counts in full."""
+
     def __init__(
         self,
         segment: Segment,
@@ -116,11 +123,12 @@ class SegmentMoments:
 
         def rows(group: State, find_steps: Callable[[], Tensor]) -> tuple[Any, ...]:
             (beta, beta_of_second), steps = group["betas"], find_steps()
-            return _correction(beta, steps), _correction(beta_of_second, steps), (1 - beta) / (1 + beta), _decay(group)
+            corrections = _correction(beta, steps), _correction(beta_of_second, steps)
+            return *corrections, (1 - beta) / (1 + beta), _decay(group), (steps / self.settled).clamp(max=1)
 
         pairs = zip(self._states, self._first, strict=True)
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
-        numbers = self._per_parameter(rows, without=(1.0, 1.0, -1.0, 0.0))
+        numbers = self._per_parameter(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
         factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
         if self._skipped is not None:  # without moments the factors may be NaN
             factors = torch.where(self._skipped > 0, 1.0, factors)

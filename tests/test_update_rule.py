@@ -143,7 +143,8 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
     """After one step m̂ = g and v̂ = g²: all is signal, and nothing is rescaled. After g and −g nearly all is noise.
 
     With β₁ = 0.5, m = 0.5 · 0.5 g − 0.5 g = −0.25 g and m̂ = m / 0.75 = −g/3; v̂ = g². With c = 1/3,
-    q = (1/9 − 1/3)/(2/3) is below 0 and counts as 0. So the update is multiplied by √P = 2.
+    q = (1/9 − 1/3)/(2/3) is below 0 and counts as 0. But after 2 of 50 steps 1 − q is 2/50. So the update is
+    multiplied by 1/√(48/50 + 2/50/4) = 1/√0.97. With g and −g in turn it is √P = 2 after 50 steps.
     """
 
     def rank(comm: Comm) -> list[float]:
@@ -152,7 +153,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
         optimizer = ADAMW(net.parameters(), 0.1, betas=(0.5, 0.5), weight_decay=decay, eps=0.0)
         chosen = replace(dense(UpdateRule()), update_rule=UpdateRule())
         updates, changed = DeltaExchange(Reducer(chosen, comm, exchanged="update"), net, [optimizer]), []
-        for grad in (3.0, -3.0):
+        for grad in [3.0, -3.0] * 26:
             updates.begin(optimizer)
             before = net.weight[0, 0].item()
             net.weight.grad = torch.full((1, 2), grad)
@@ -161,9 +162,10 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
             changed.append(before - net.weight[0, 0].item() - 0.1 * decay * before)
         return changed
 
-    for first, second in simulate(4, rank):
+    for first, second, *_, last in simulate(4, rank):
         assert first == pytest.approx(0.1, rel=1e-4)
-        assert second == pytest.approx(-2 * 0.1 / 3, rel=1e-4)
+        assert second == pytest.approx(-0.1 / 3 / 0.97**0.5, rel=1e-4)
+        assert last == pytest.approx(-2 * 0.1 / 3, rel=1e-4)
 
 
 @one_in(2)

@@ -761,8 +761,8 @@ def test_factors_before_the_first_step_are_finite():
     """A scaler may make a fused optimizer skip its first step. Then its moments are zero, or one of them is."""
     segment = Layout.of({"w": (4,)}, "model").segments[0]
     group = {"betas": (0.9, 0.999), "lr": 0.1, "weight_decay": 0.0}
-    for second, factor in ((torch.ones(4), 2.0), (torch.zeros(4), 2.0)):
+    for second in (torch.ones(4), torch.zeros(4)):
         state = {"exp_avg": torch.zeros(4), "exp_avg_sq": second, "step": 0}
         moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
         factors, _ = moments.rescaling(4)
-        assert factors.tolist() == [factor]
+        assert factors.tolist() == [1.0]

@@ -34,15 +34,16 @@ def rescaling(
 ) -> tuple[Tensor, Tensor]:
     """Return f = 1/√(q + (1 − q)/P) and r = (1 − f) · decay of each parameter, 1-D fp32; 1 and 0 without moments.
 
-    q, between 0 and 1, is ((Σm̂²/Σv̂) − c) / (1 − c).
+    1 − q is trust · (1 − Σm̂²/Σv̂) / (1 − c), the fraction between 0 and 1.
 
     Args:
         first: m of each parameter, 1-D, contiguous; None if it has no moments. At least one is not None.
         second: v of each parameter, in the same form.
         bounds: start of each parameter in the segment, and the segment's length as the last one.
-        numbers: (4, parameters) fp32, on their device. The first two rows are the bias corrections 1 − β₁ᵗ and
-            1 − β₂ᵗ. The third is c, the part of a gradient's noise in the first moment, or -1 without moments. The
-            last is the decay, the share of the weights that decoupled weight decay subtracted.
+        numbers: (5, parameters) fp32, on their device. The first two rows are the bias corrections 1 − β₁ᵗ and
+            1 − β₂ᵗ. The third is c, the part of a gradient's noise in the first moment. The fourth is the decay, the
+            share of the weights that decoupled weight decay subtracted. The last is the trust in the estimate, from 0
+            to 1; it is 0 without moments.
         size: P, the number of ranks.
     """
     each = [_squared(x) for x in first], second
@@ -59,10 +60,10 @@ def _rescaling_in_c(first, second, bounds, numbers, size):
 
 def _from_sums(sums: Tensor, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return f and r from the sums of m² and of v, (2, parameters)."""
-    of_first, of_second, noise, decay = numbers
+    of_first, of_second, noise, decay, trust = numbers
     ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
-    signal = ((ratio - noise) / (1 - noise)).clamp(0, 1)
-    factors = torch.where(noise < 0, 1.0, torch.rsqrt(signal + (1 - signal) / size))
+    noisy = trust * ((1 - ratio) / (1 - noise)).clamp(0, 1)
+    factors = torch.rsqrt(1 - noisy + noisy / size)
     return factors, (1 - factors) * decay
 
 
@@ -122,10 +123,9 @@ def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.con
     correction = tl.load(numbers + number)
     mean = tl.sum(second) / tl.load(numbers + many + number)
     ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-37, 1e-37, mean)
-    noise = tl.load(numbers + 2 * many + number)
-    signal = (ratio - noise) / (1 - noise)
-    signal = tl.where(signal < 0, 0.0, tl.where(signal > 1, 1.0, signal))  # NaN stays NaN
-    factor = 1 / tl.sqrt(signal + (1 - signal) / size)
-    factor = tl.where(noise < 0, 1.0, factor)
+    noisy = (1 - ratio) / (1 - tl.load(numbers + 2 * many + number))
+    noisy = tl.where(noisy < 0, 0.0, tl.where(noisy > 1, 1.0, noisy))  # NaN stays NaN
+    noisy *= tl.load(numbers + 4 * many + number)
+    factor = 1 / tl.sqrt(1 - noisy + noisy / size)
     tl.store(out + number, factor)
     tl.store(out + many + number, (1 - factor) * tl.load(numbers + 3 * many + number))
