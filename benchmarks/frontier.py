@@ -256,7 +256,7 @@ TRIED = [
             0.003,
             [TWICE.format(second) for second in (3, 8)],
         ),
-        (8, 200, 0.008, [0, 1, 2], update_density(8), [AT_ONCE, "2-bit values, warm-up"]),
+        (8, 300, 0.008, [0], update_density(8), [AT_ONCE, "2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas

@@ -612,7 +612,7 @@ def frontier() -> str:
             rows.append(
                 [
                     f"{workers}, {steps}",
-                    idea if rate != 0.004 else f"{idea}, rate 0.004",
+                    f"{idea}, rate {rate:g}" if rate in (0.004, 0.008) else idea,
                     digits(density),
                     "–" if reached.isna().any() else mean_and_range(list(reached), 0),
                     mean_and_range(list(seeds.val_loss), 3),

@@ -124,12 +124,12 @@ class SegmentMoments:
         def rows(group: State, find_steps: Callable[[], Tensor]) -> tuple[Any, ...]:
             (beta, beta_of_second), steps = group["betas"], find_steps()
             corrections = _correction(beta, steps), _correction(beta_of_second, steps)
-            return *corrections, (1 - beta) / (1 + beta), _decay(group), (steps / self.settled).clamp(max=1)
+            return *corrections, (1 - beta) / (1 + beta), _decay(group), steps
 
         pairs = zip(self._states, self._first, strict=True)
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
         numbers = self._per_parameter(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
-        factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size)
+        factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size, self.settled)
         if self._skipped is not None:  # without moments the factors may be NaN
             factors = torch.where(self._skipped > 0, 1.0, factors)
             decay_terms = torch.where(self._skipped > 0, 0.0, decay_terms)

@@ -103,7 +103,8 @@ UPDATES = {
         "*fp32",
     ),
 }
-UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32", "size": "fp32"}
+UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32"}
+UPDATES |= dict.fromkeys(("size", "settled"), "fp32")
 UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}

@@ -31,10 +31,11 @@ def rescaling(
     bounds: Sequence[int],
     numbers: Tensor,
     size: int,
+    settled: int,
 ) -> tuple[Tensor, Tensor]:
     """Return f = 1/√(q + (1 − q)/P) and r = (1 − f) · decay of each parameter, 1-D fp32; 1 and 0 without moments.
 
-    1 − q is trust · (1 − Σm̂²/Σv̂) / (1 − c), the fraction between 0 and 1.
+    1 − q is min(t/settled, 1) · (1 − Σm̂²/Σv̂) / (1 − c), with the last fraction between 0 and 1.
 
     Args:
         first: m of each parameter, 1-D, contiguous; None if it has no moments. At least one is not None.
@@ -42,27 +43,28 @@ def rescaling(
         bounds: start of each parameter in the segment, and the segment's length as the last one.
         numbers: (5, parameters) fp32, on their device. The first two rows are the bias corrections 1 − β₁ᵗ and
             1 − β₂ᵗ. The third is c, the part of a gradient's noise in the first moment. The fourth is the decay, the
-            share of the weights that decoupled weight decay subtracted. The last is the trust in the estimate, from 0
-            to 1; it is 0 without moments.
+            share of the weights that decoupled weight decay subtracted. The last is t, the number of steps: 0 without
+            moments, and infinity if the optimizer keeps no count.
         size: P, the number of ranks.
+        settled: number of steps after which the estimate of q counts in full.
     """
     each = [_squared(x) for x in first], second
     sums = torch.stack([torch.stack([_sum(x, numbers) for x in moments]) for moments in each])
-    return _from_sums(sums, numbers, size)
+    return _from_sums(sums, numbers, size, settled)
 
 
 @rescaling.by("native", when=lambda first, second, *_: takes((*first, *second)))
-def _rescaling_in_c(first, second, bounds, numbers, size):
+def _rescaling_in_c(first, second, bounds, numbers, size, settled):
     sums = numbers.new_empty(2, len(first))
     run("moment_sums", table(first, bounds), table(second, bounds), sums, len(first), bounds[-1])
-    return _from_sums(sums, numbers, size)
+    return _from_sums(sums, numbers, size, settled)
 
 
-def _from_sums(sums: Tensor, numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _from_sums(sums: Tensor, numbers: Tensor, size: int, settled: int) -> tuple[Tensor, Tensor]:
     """Return f and r from the sums of m² and of v, (2, parameters)."""
-    of_first, of_second, noise, decay, trust = numbers
+    of_first, of_second, noise, decay, steps = numbers
     ratio = sums[0] / of_first.square() / (sums[1] / of_second).clamp(min=1e-37)
-    noisy = trust * ((1 - ratio) / (1 - noise)).clamp(0, 1)
+    noisy = (steps / settled).clamp(max=1) * ((1 - ratio) / (1 - noise)).clamp(0, 1)
     factors = torch.rsqrt(1 - noisy + noisy / size)
     return factors, (1 - factors) * decay
 
@@ -76,7 +78,7 @@ def _sum(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 @rescaling.by("triton", when=lambda first, second, *_: same_dtype([x for x in (*first, *second) if x is not None]))
-def _rescaling_by_triton(first, second, bounds, numbers, size):
+def _rescaling_by_triton(first, second, bounds, numbers, size, settled):
     some, many = next(x for x in first if x is not None), len(first)
     starts = [0, *accumulate(-(-(stop - start) // PIECE) for start, stop in pairwise(bounds))]
     pieces = starts[-1]
@@ -90,7 +92,7 @@ def _rescaling_by_triton(first, second, bounds, numbers, size):
     tables = gradient_table(first, bounds), gradient_table(second, bounds)
     launch(_sums, pieces, *tables, some, table, partial, many, pieces, PIECE=PIECE, num_warps=8)
     out = torch.empty(2, many, dtype=torch.float32, device=numbers.device)
-    launch(_factors, many, partial, table, numbers, out, float(size), many, pieces, AT_A_TIME=AT_A_TIME)
+    launch(_factors, many, partial, table, numbers, out, float(size), float(settled), many, pieces, AT_A_TIME=AT_A_TIME)
     return out[0], out[1]
 
 
@@ -109,8 +111,8 @@ def _sums(firsts, seconds, moment, table, partial, many, pieces, PIECE: tl.const
     tl.store(partial + pieces + piece, tl.sum(v))
 
 
-@kernel("size", "many", "pieces")
-def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.constexpr):
+@kernel("size", "settled", "many", "pieces")
+def _factors(partial, table, numbers, out, size, settled, many, pieces, AT_A_TIME: tl.constexpr):
     number = tl.program_id(0)
     piece, last = tl.load(table + number), tl.load(table + number + 1)
     first = tl.zeros((AT_A_TIME,), tl.float32)
@@ -125,7 +127,7 @@ def _factors(partial, table, numbers, out, size, many, pieces, AT_A_TIME: tl.con
     ratio = tl.sum(first) / (correction * correction) / tl.where(mean < 1e-37, 1e-37, mean)
     noisy = (1 - ratio) / (1 - tl.load(numbers + 2 * many + number))
     noisy = tl.where(noisy < 0, 0.0, tl.where(noisy > 1, 1.0, noisy))  # NaN stays NaN
-    noisy *= tl.load(numbers + 4 * many + number)
+    noisy *= tl.minimum(tl.load(numbers + 4 * many + number) / settled, 1.0)
     factor = 1 / tl.sqrt(1 - noisy + noisy / size)
     tl.store(out + number, factor)
     tl.store(out + many + number, (1 - factor) * tl.load(numbers + 3 * many + number))

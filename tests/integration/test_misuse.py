@@ -202,7 +202,7 @@ class Own(torch.optim.AdamW):
 
 def with_closure(by_name: bool, kind: Any) -> tuple[Tensor, int]:
     net = network()
-    optimizer = kind(net.parameters(), 0.01)
+    optimizer = kind(net.parameters(), 0.001)
     reducer = attach_updates(net, optimizer, density=0.1)
     for number in range(4):
 
