@@ -370,6 +370,10 @@ def draw(folder: Path) -> Any:
         for name, row in shown.iterrows():
             big = {"markersize": 9} if name == default else {}
             panel.plot(row.bytes, row.loss, "o", color=plots.color(str(name)), **big)
+            if name == "bf16":  # to the right of it is ddp
+                left = {"xytext": (-6, -7), "textcoords": "offset points", "ha": "right", "va": "center"}
+                panel.annotate(name, (row.bytes, row.loss), color=plots.color(name), **left)
+                continue
             labels.append((row.bytes, row.loss, NAMED[str(name)], plots.color(str(name))))
         if above := above_of(found):
             text = "above:\n" + "\n".join(f"{each} {found.loss[name]:+.0f} %" for each, name in above)
