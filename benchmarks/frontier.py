@@ -256,7 +256,7 @@ TRIED = [
             0.003,
             [TWICE.format(second) for second in (3, 8)],
         ),
-        (8, 300, 0.008, [0], update_density(8), [AT_ONCE, "2-bit values, warm-up"]),
+        (8, 300, 0.008, [0], round(update_density(8), 9), [AT_ONCE, "2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas
@@ -371,7 +371,7 @@ def draw(folder: Path) -> Any:
             big = {"markersize": 9} if name == default else {}
             panel.plot(row.bytes, row.loss, "o", color=plots.color(str(name)), **big)
             if name == "bf16":  # to the right of it is ddp
-                left = {"xytext": (-6, -7), "textcoords": "offset points", "ha": "right", "va": "center"}
+                left = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
                 panel.annotate(name, (row.bytes, row.loss), color=plots.color(name), **left)
                 continue
             labels.append((row.bytes, row.loss, NAMED[str(name)], plots.color(str(name))))
