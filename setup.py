@@ -52,8 +52,8 @@ setup(
         Extension(
             LIBRARY,
             sorted(str(path) for folder in FOLDERS for path in folder.glob("*.c")),
-            depends=sorted(map(str, FOLDERS[0].glob("*.h"))),
-            include_dirs=[str(FOLDERS[0])],
+            depends=sorted(str(path) for folder in FOLDERS for path in folder.glob("*.h")),
+            include_dirs=[*map(str, FOLDERS)],
             # None by which the compiler may change results.
             extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,

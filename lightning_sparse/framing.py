@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.checks import add_weighted_, weigh, write_header_
+from lightning_sparse.kernels.checks import weigh, write_header_
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.launch import kept, to_device
 from lightning_sparse.kernels.messages import CHECKSUM_BYTES, HEADER_BYTES, Parts, aligned
@@ -131,9 +131,8 @@ def weighted_sum(words: Tensor) -> Tensor:
 
 @weighted_sum.by("triton")
 def _weighted_sum_by_triton(words: Tensor) -> Tensor:
-    total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
-    add_weighted_(total, words, *_weights_of(words.shape[-1], words))
-    return total
+    lead, count = words.shape[:-1], words.shape[-1]
+    return weigh(words.reshape(lead.numel(), count), *_weights_of(count, words)).sum(1).view(lead)
 
 
 def _weighted_sums(rows: NDArray[np.int32]) -> NDArray[np.int64]:

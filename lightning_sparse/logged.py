@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 LINK, MESSAGE, CHOSEN = "link_mbit", "message_ms", "chosen_ms"
 BOUND, MEASURED = "_at_least_ms", "_ms"
 """Ends of the other scalars' names, which contain the candidate's."""
-
-
-def scalars(
-    strategy: str,
-    times: Mapping[str, float],
-    bounds: Mapping[str, float],
-    chosen: str,
-    bandwidth: float,
-    latency: float,
-) -> dict[str, float]:
-    """Return the scalars that a strategy logs which chooses the exchange.
-
-    Args:
-        strategy: name of the strategy; it begins the scalars' names.
-        times: measured seconds of a step by candidate.
-        bounds: least seconds of a step of the other candidates.
-        chosen: the candidate that trains.
-        bandwidth: bandwidth of the link in bytes per second.
-        latency: seconds of a message without its bytes.
-    """
-    found = {f"{name}{MEASURED}": 1e3 * seconds for name, seconds in times.items()}
-    found |= {f"{name}{BOUND}": 1e3 * seconds for name, seconds in bounds.items()}
-    found |= {CHOSEN: 1e3 * times[chosen], LINK: 8e-6 * bandwidth, MESSAGE: 1e3 * latency}
-    return {f"{strategy}/{name}": value for name, value in found.items()}
 
 
 def table(folder: Path) -> str:

@@ -138,11 +138,15 @@ class ReducerOptions:
         granularity: the unit of compression: "layer", "bucket" or "model" (see `Layout.of`).
         bucket_cap_mb: size of a "bucket" in MiB.
         density_warmup: densities to use in turn before the method's density, from dense to sparse; None: the default.
-        density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each.
+        density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each, counted by
+            `Reducer.epoch`.
         seed: the seed of all random choices; equal on all ranks.
-        loss_scale: a function that returns the factor on the loss, such as `GradScaler.get_scale`, or None.
-        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale: "raise" or "skip".
-        clip_norm: largest 2-norm of a rank's local gradient, or None.
+        loss_scale: a function that returns the factor on the loss, such as `GradScaler.get_scale`, or None. Residuals
+            are unscaled. If a gradient overflows, all ranks get NaN, and no residual changes.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale. "raise": all ranks raise
+            NonFiniteGradient. "skip": all ranks get NaN, and the step is skipped.
+        clip_norm: largest 2-norm of a rank's local gradient, all parameters together. A longer gradient is clipped
+            before the residual is added. None: no clipping.
 
     Raises:
         ValueError: a value has another type or is out of range, or a warm-up has steps but no densities.

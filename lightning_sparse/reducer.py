@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from lightning_sparse.gradients import check_fits, check_one_device, check_tenso
 from lightning_sparse.kernels.gradient_table import Placed
 from lightning_sparse.kernels.graphs import NO_GRAPHS, Captures, Graphs
 from lightning_sparse.kernels.payout import FindPayout
-from lightning_sparse.layout import Granularity, Layout, Segment
+from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
 from lightning_sparse.options import OnNonFinite as OnNonFinite
@@ -77,23 +77,12 @@ class Reducer:
     Args:
         method: a `Method`, or the name of one.
         comm: this rank's connection to the other ranks.
-        seed: the seed of all random choices; equal on all ranks.
-        granularity: the unit of compression: "layer", "bucket" or "model" (see `Layout.of`).
-        bucket_cap_mb: size of a "bucket" in MiB.
-        density_warmup: densities to use in turn before the method's own, from dense to sparse.
-        density_warmup_steps: number of steps for each density of `density_warmup`; None: one epoch each, counted by
-            `epoch`.
-        loss_scale: a function that returns the factor on the loss, such as `GradScaler.get_scale`. Residuals are
-            unscaled. If a gradient overflows, all ranks get NaN, and no residual changes.
-        on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale. "raise": all ranks raise
-            NonFiniteGradient. "skip": all ranks get NaN, and the step is skipped.
-        clip_norm: largest 2-norm of this rank's local gradient, all parameters together. A longer gradient is clipped
-            before the residual is added. None: no clipping.
         exchanged: the quantity that `reduce_` gets: each rank's "gradient", or the "update" of its optimizer. Errors
             name it, and residuals of one are invalid for the other.
+        **options: see `ReducerOptions`.
 
     Attributes:
-        options: the options above but for `method`, `comm` and `exchanged`.
+        options: the checked options.
         step: number of reductions so far.
         routing: the segments that fall back to dense, and the bytes of a step; exists after `setup`.
         gradient_check: loss scale, clipping and skipped steps.
@@ -110,27 +99,11 @@ class Reducer:
         method: Method | str,
         comm: Comm,
         *,
-        seed: int = 0,
-        granularity: Granularity = "bucket",
-        bucket_cap_mb: float = 25,
-        density_warmup: Sequence[float] | None = None,
-        density_warmup_steps: int | None = None,
-        loss_scale: Callable[[], float] | None = None,
-        on_nonfinite: OnNonFinite = "raise",
-        clip_norm: float | None = None,
         exchanged: Exchanged = "gradient",
+        **options: Any,
     ) -> None:
         self.method = resolve_method(method, None)
-        self.options = ReducerOptions(
-            granularity=granularity,
-            bucket_cap_mb=bucket_cap_mb,
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-            loss_scale=loss_scale,
-            on_nonfinite=on_nonfinite,
-            clip_norm=clip_norm,
-        )
+        self.options = ReducerOptions(**options)
         self.options.check_method(self.method)
         self.gradient_check = GradientCheck(self.options)
         self.method.aggregator.check_size(comm.size)
@@ -240,7 +213,6 @@ class Reducer:
         segment: Segment,
         grads: list[Tensor],
         unused: Collection[str] = (),
-        payout: FindPayout | None = None,
     ) -> Update:
         """Replace one segment's gradients by the agreed result, in place. The order of segments is equal on all ranks.
 
@@ -249,12 +221,11 @@ class Reducer:
             grads: one 1-D gradient per parameter, in the segment's order.
             unused: parameters that took no part in this backward pass. Their gradients count as zero, and their
                 residuals stay unchanged.
-            payout: returns the unspent momentum of the optimizer in terms of `grads`, see `Context`.
 
         Returns:
-            The part of this rank's gradients, residual and payout that went into the result.
+            The part of this rank's gradients and residual that went into the result.
         """
-        return self.finish(self.begin(segment, grads, unused, payout))
+        return self.finish(self.begin(segment, grads, unused))
 
     def begin(
         self,
@@ -263,7 +234,12 @@ class Reducer:
         unused: Collection[str] = (),
         payout: FindPayout | None = None,
     ) -> PendingExchange:
-        """Run the part of `reduce_segment_` that needs no other rank. `finish` runs the rest, perhaps in a thread."""
+        """Run the part of `reduce_segment_` that needs no other rank. `finish` runs the rest, perhaps in a thread.
+
+        Args:
+            segment, grads, unused: see `reduce_segment_`.
+            payout: returns the unspent momentum of the optimizer in terms of `grads`, see `Context`.
+        """
         # With overlap="next_step" one exchange may still be running; only the device waits for it.
         self.raise_deferred(before=self.step - self.method.delayed)
         density = self.density

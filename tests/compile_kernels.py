@@ -19,13 +19,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from lightning_sparse import exchange, framing
-from lightning_sparse.contrib.kernels import levels, row_numbers, row_table, signs, ternary
+from lightning_sparse.contrib.kernels import codes, levels, row_numbers, row_table, signs, ternary
 from lightning_sparse.kernels import (
     block_stats,
     changes,
     checks,
     chunks,
-    codes,
     gradient_table,
     launch,
     pack,
@@ -163,7 +162,7 @@ KEEP = {**LOOK, "PART": select_kernels.PART}
 COUNT = {**LOOK, "LIMITED": False}
 WRITE = {**LOOK, "ADDED_UP": False, "TOPS": False, "END": False, "PAD": False}
 KEPT = {"KEPT": True, "GATHER": False, "PART": select_kernels.PART}
-WEIGH = {"SIGN": 1, "STORE": False, "HEADER": False, "LOAD": False, "TILE": checks.TILE}
+WEIGH = {"HEADER": False, "LOAD": False, "TILE": checks.TILE}
 EIGHT_WARPS = {
     *("_add_with_stats", "_add_with_payout", "_histogram", "_count", "_write", "_keep", "_chunktopk"),
     *("_pack", "_unpack", "_changes", "_sums"),
@@ -203,7 +202,6 @@ KERNELS = {
     "last digit": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 3}),
     "digit of maxima": (select_kernels._histogram, SELECT, {**COUNT, "DIGIT": 1, "GATHER": False}),
     "digit of kept": (select_kernels._histogram, OF_KEPT, {**COUNT, **KEPT, "DIGIT": 1, "LIMITED": True}),
-    "threshold": (select_kernels._threshold, SELECT, {}),
     "keep": (select_kernels._keep, SELECT, KEEP),
     "keep at 1 %": (select_kernels._keep, SELECT, {**KEEP, "BLOCK": 16}),
     "keep single elements": (select_kernels._keep, SELECT, {**KEEP, "BLOCK": 1}),
@@ -214,12 +212,12 @@ KERNELS = {
     "write of many": (select_kernels._write, SELECT, {**WRITE, "GATHER": False, "ADDED_UP": True}),
     "write of kept at 0.5 %": (select_kernels._write, OF_KEPT, {**WRITE, **KEPT, "BLOCK": 32}),
     "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS, "TILE": threshold.AT_A_TIME}),
-    "weigh": (checks._add_weighted, WORDS, {**WEIGH, "STORE": True}),
-    "seal": (checks._add_weighted, WORDS, {**WEIGH, "SIGN": -1, "HEADER": True}),
+    "weigh": (checks._weigh, WORDS, WEIGH),
+    "seal": (checks._weigh, WORDS, {**WEIGH, "HEADER": True}),
     "seal with a pin": (
-        checks._add_weighted,
+        checks._weigh,
         {**WORDS, "fingerprint": "*i64"},
-        {**WEIGH, "SIGN": -1, "HEADER": True, "LOAD": True},
+        {**WEIGH, "HEADER": True, "LOAD": True},
     ),
     "worst_status": (
         checks._worst_status,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
+from lightning_sparse.contrib.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
 
 
 @pytest.mark.parametrize(

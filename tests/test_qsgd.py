@@ -7,10 +7,10 @@ import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import unpack_codes
 from lightning_sparse.contrib.qsgd import QSGD, omega_bits
 from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.kernels import launch
-from lightning_sparse.kernels.codes import unpack_codes
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
 from tests.support.tiers import in_diagonals

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent import futures
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from tests.support.tiers import one_in
 @pytest.fixture
 def pair(monkeypatch):
     """Two ranks whose threads look into the store only when the test calls `_watch`."""
-    monkeypatch.setattr(termination, "Responder", lambda watch: None)
+    monkeypatch.setattr(termination, "Worker", Mock())
     monkeypatch.setattr(termination, "AGREE_SECONDS", 0.2)
     store = dist.HashStore()
     return [Termination(store, "group", rank, [10, 11]) for rank in range(2)]
@@ -101,7 +102,7 @@ def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
 
 @pytest.fixture
 def of_rank_0_and_1(monkeypatch):
-    monkeypatch.setattr(termination, "Responder", lambda watch: None)
+    monkeypatch.setattr(termination, "Worker", Mock())
     store = dist.HashStore()
     return [Termination(store, "group", rank, [0, 1]) for rank in range(2)]
 
@@ -171,7 +172,7 @@ def test_nothing_ends_the_thread_that_looks_into_the_store(pair, monkeypatch):
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
     """Ranks are threads that synchronise after every few batches. Some are asked to end at different places."""
-    monkeypatch.setattr("lightning_sparse.comm.peers.POLL", 0.02 * POLL)
+    monkeypatch.setattr("lightning_sparse.comm.worker.POLL", 0.02 * POLL)
     chance = random.Random(size * every)
     for _ in range(5):
         store, ended = dist.HashStore(), {}

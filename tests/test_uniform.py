@@ -11,8 +11,8 @@ from lightning_sparse.kernels.uniform import FACTORS, GOLDEN, add_uniform_
 KEYS = [0, 1, 2**32, 2**64 - 1, *(Context.of(9, step=step, rank=step % 3).key(shared=False) for step in range(4))]
 
 
-def uniform(key: int, numel: int, start: int = 0) -> torch.Tensor:
-    return add_uniform_(torch.zeros(numel), key, start)
+def uniform(key: int, numel: int) -> torch.Tensor:
+    return add_uniform_(torch.zeros(numel), key)
 
 
 def test_by_hand():
@@ -27,17 +27,9 @@ def test_by_hand():
         lane = x >> 16 * (position % 2) & 0xFFFF
         expected.append((lane - 0x10000 * (lane >> 15) | 1) / 65536)
     assert uniform(key, 5).tolist() == expected
-    found = add_uniform_(torch.tensor([1.0, -1.0]), key, 3)
-    assert torch.equal(found, uniform(key, 2, 3) + torch.tensor([1.0, -1.0]))
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 24, 1000])
-def test_pieces_are_the_numbers_of_the_whole(size):
-    whole, parts = uniform(KEYS[-1], 5000), torch.zeros(5000)
-    for start in range(0, 5000, size):
-        add_uniform_(parts[start : start + size], KEYS[-1], start)
-    assert torch.equal(parts, whole)
-    assert uniform(1, 0).numel() == 0
+    found = add_uniform_(torch.tensor([1.0, -1.0]), key)
+    assert torch.equal(found, uniform(key, 2) + torch.tensor([1.0, -1.0]))
+    assert uniform(key, 0).numel() == 0
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm.base import POLL, RankFailure
+from lightning_sparse.comm.base import RankFailure
 from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 ANSWER_SECONDS = 1.5
@@ -48,7 +47,6 @@ class Peers:
         self._store, self.group, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), group, rank, ranks
         self.part = ranks if part is None else part
         self._pid = os.getpid()
-        self._store_is_gone = False
         self._failed, self._done, self._request = (
             f"lightning_sparse/{group}/{key}"
             for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{ranks[0]}/poll")
@@ -78,21 +76,16 @@ class Peers:
                 if int(made) < calls:
                     raise RankFailure(reason)
         except dist.DistError as error:
-            self._store_is_gone = True
             raise RankFailure(lost_store(self.ranks[self.rank], error)) from error
         except StoreTimeout:
             return  # the collective itself will time out
 
     def reported(self) -> str:
         """Return the reason that a failed rank has recorded; "" if there is none, or if the store is gone."""
-        if os.getpid() != self._pid or self._store_is_gone:
-            return ""
-        try:
-            return str(self._store.get(self._failed).decode()) if self._store.check([self._failed]) else ""
-        except dist.DistError:
-            self._store_is_gone = True  # torch prints a stack trace for every further call
-        except StoreTimeout:
-            pass
+        if os.getpid() == self._pid:
+            with contextlib.suppress(dist.DistError, StoreTimeout):
+                if self._store.check([self._failed]):
+                    return str(self._store.get(self._failed).decode())
         return ""
 
     def diagnose(self, calls: int | None) -> str:
@@ -137,15 +130,10 @@ class Peers:
 
     def respond(self) -> None:
         """Respond if a failed rank polls its peers."""
-        if os.getpid() != self._pid or self._store_is_gone:
-            return
-        try:
-            if self._store.check([self._request]):
-                self._put(f"{self._request}/{self.rank}", "running")
-        except dist.DistError:
-            self._store_is_gone = True  # torch prints a stack trace for every further call
-        except Exception:  # a reply must never raise an error
-            return
+        if os.getpid() == self._pid:
+            with contextlib.suppress(Exception):  # a reply must never raise an error
+                if self._store.check([self._request]):
+                    self._put(f"{self._request}/{self.rank}", "running")
 
     def _poll_peers(self) -> tuple[list[int], list[int]]:
         """Poll all ranks. Return the silent ranks, and the ranks that respond but have not failed in a collective."""
@@ -166,35 +154,10 @@ class Peers:
 
     def _put(self, key: str, text: str) -> None:
         """Set a key if it is not set yet."""
-        if os.getpid() != self._pid or self._store_is_gone:
-            return
-        # If the store is gone, its host has ended, and the peers lose their connections anyway. Never raise an error.
-        with contextlib.suppress(Exception):
-            self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
-
-
-class Responder:
-    """A thread that responds to failed ranks, for use if the training thread may hang and no other thread responds.
-
-    Args:
-        respond: function that is called every POLL until `end`.
-    """
-
-    def __init__(self, respond: Callable[[], None]) -> None:
-        self._pid, self._respond, self._ended = os.getpid(), respond, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._ended.wait(POLL.total_seconds()):
-            self._respond()
-
-    def end(self) -> None:
-        """End the thread. It may be called twice, and by the garbage collector within the thread."""
-        if os.getpid() == self._pid:  # a forked child has no thread
-            self._ended.set()
-            if threading.current_thread() is not self._thread:
-                self._thread.join(JOIN_SECONDS)
+        if os.getpid() == self._pid:
+            # If the store is gone, its host has ended, and the peers lose their connections anyway. Never raise.
+            with contextlib.suppress(Exception):
+                self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
 
 
 def lost_store(rank: int, error: BaseException) -> str:

@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class BoundedStore:
     Args:
         store: torch's client.
         seconds: time limit of a call. After a timeout, further calls fail at once until the late response arrives.
+            After a `DistError`, further calls raise it at once: torch would print a stack trace for each.
 
     Raises:
         StoreTimeout: the store did not respond in time.
@@ -34,6 +36,7 @@ class BoundedStore:
     def __init__(self, store: Store, seconds: float) -> None:
         self._store, self._seconds = store, seconds
         self._late: Future[Any] | None = None
+        self._gone: dist.DistError | None = None
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
@@ -60,6 +63,8 @@ class BoundedStore:
         self._in_time(lambda: self._store.compare_set(key, expected, value))
 
     def _in_time(self, call: Callable[[], Any]) -> Any:
+        if self._gone is not None:
+            raise self._gone.with_traceback(None)  # each raise makes the traceback longer
         if self._late is not None and not self._late.done():
             raise StoreTimeout
         answer = in_thread(call, "lightning_sparse store")
@@ -70,6 +75,9 @@ class BoundedStore:
                 raise
             self._late = answer
             raise StoreTimeout from error
+        except dist.DistError as error:
+            self._gone = error
+            raise
 
 
 def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], None]:
@@ -92,13 +100,12 @@ def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], No
     return apply
 
 
-def in_thread(call: Callable[[], T], name: str, prepare: Callable[[], None] = lambda: None) -> Future[T]:
-    """Run `prepare` and then `call` in a daemon thread; return a future for the result or error of `call`."""
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Run `call` in a daemon thread; return a future for its result or error."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
-            prepare()
             result.set_result(call())
         except BaseException as error:
             result.set_exception(error)

@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm.peers import ANSWER_SECONDS, Responder
+from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.store import BoundedStore, StoreTimeout
+from lightning_sparse.comm.worker import Worker
 
 AGREE_SECONDS = 10.0
 """Seconds to wait for the other ranks' current batches. Their threads respond sooner unless their processes ended."""
@@ -119,9 +120,10 @@ class Termination:
         self._frozen_at: tuple[int, int] | None = None  # `_begun` when this rank learned of the request
         self._last_begun: tuple[int, int] | None = None  # the maximum of `_frozen_at` over all ranks
         self._lock = threading.RLock()  # a signal may interrupt the thread that holds it
-        self._silent = self._store_is_gone = False  # silent: this rank writes nothing more to the store
+        self._silent = False  # whether this rank writes nothing more to the store
         self.requested, self.reason = False, ""
-        self._watcher = Responder(self._watch)
+        self._watcher = Worker(look=self._watch)
+        self._watcher.start()
 
     def request(self) -> None:
         """Ask this rank to end, and the others through the store. Call it from a signal handler."""
@@ -171,7 +173,7 @@ class Termination:
     def _look(self) -> None:
         """After a request, publish this rank's current batch. If the store does not respond, the next call retries."""
         try:
-            if self._silent or self._store_is_gone:
+            if self._silent:
                 pass
             elif self.requested:
                 self._store.compare_set(self._place.request, "", self.reason)
@@ -182,9 +184,8 @@ class Termination:
         except StoreTimeout:
             pass
         except dist.DistError:
-            self._store_is_gone = True  # torch prints a stack trace for every further call
-        if self._store_is_gone and self.requested:
-            self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
+            if self.requested:
+                self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
 
     def _publish(self) -> None:
         self._store.set(self._place.own, "{} {}".format(*self._freeze()))

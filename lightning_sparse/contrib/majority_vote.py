@@ -9,11 +9,11 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import code_bytes, in_regions, region_codes, unpack_codes
 from lightning_sparse.contrib.kernels.signs import count_votes
 from lightning_sparse.contrib.rows import row_count, rows_of
 from lightning_sparse.contrib.sign import Sign, signed
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.codes import code_bytes, in_regions, region_codes, unpack_codes
 from lightning_sparse.layout import Segment
 
 

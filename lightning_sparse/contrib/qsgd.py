@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import code_bytes, unpack_codes
 from lightning_sparse.contrib.kernels.levels import level_values, round_to_levels
 from lightning_sparse.contrib.options import check
-from lightning_sparse.kernels.codes import code_bytes, unpack_codes
 from lightning_sparse.layout import Segment
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_sparse.aggregators.base import Aggregator
 from lightning_sparse.compressors.base import Compressor, Update
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
 from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
 from lightning_sparse.contrib.rows import row_count
 from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels.codes import code_bytes, in_regions, pack_codes, region_codes, unpack_codes
 from lightning_sparse.layout import Segment
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import code_bytes, unpack_codes
 from lightning_sparse.contrib.kernels.row_numbers import clipped_maxima
 from lightning_sparse.contrib.kernels.ternary import round_to_ternary, ternary_values
 from lightning_sparse.contrib.rows import row_count, rows_of
-from lightning_sparse.kernels.codes import code_bytes, unpack_codes
 from lightning_sparse.layout import Segment
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import code_bytes
 from lightning_sparse.contrib.kernels.signs import read_signs, write_signs
 from lightning_sparse.contrib.rows import Rows, row_count, rows_of
-from lightning_sparse.kernels.codes import code_bytes
 from lightning_sparse.layout import Segment
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.comm.broadcast import broadcast_differing
-from lightning_sparse.comm.peers import Responder
+from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import reduced_parameters
 from lightning_sparse.hooks.session import Session
@@ -42,7 +42,8 @@ class StockExchanger(Exchanger):
         self.note, self._share = note, share
         device = next(iter(params.values())).device
         self._session = Session(lambda: params, method("dense"), options, device=device, **session)
-        self._responder = Responder(self._session.look)
+        self._responder = Worker(look=self._session.look)
+        self._responder.start()
 
     def count_step(self) -> None:
         """Count a step and its bytes."""

@@ -28,29 +28,22 @@ ROWS, PARTS = 16, 64
 """Number of messages checked at a time, and of parts of their sums."""
 
 
-def add_weighted_(sums: Tensor, words: Tensor, within: Tensor, of_block: Tensor) -> None:
-    """Add Σ within[i % b]·of_block[i // b]·words[..., i] to each of `sums`, modulo 2⁶⁴, with b = 1024.
+def weigh(words: Tensor, within: Tensor, of_block: Tensor) -> Tensor:
+    """Return parts of each row's Σ within[i % b]·of_block[i // b]·words[row, i], modulo 2⁶⁴, with b = 1024.
 
     Args:
-        sums: int64, one for each row of `words`, evenly spaced in memory; overwritten.
-        words: integers, (..., n), whose rows are evenly spaced in memory.
+        words: integers, (rows, n), whose rows are evenly spaced in memory.
         within, of_block: weights, int64.
+
+    Returns:
+        int64, (rows, tiles); the sum over tiles is that of the row.
     """
-    rows, count = sums.numel(), words.shape[-1]
-    if rows and count:
-        tiles = -(-count // TILE)
-        strides = (words.stride(-2), sums.stride(-1)) if sums.dim() else (0, 0)
-        args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, *strides)
-        launch(_add_weighted, rows * tiles, *args, SIGN=1, STORE=False, HEADER=False, LOAD=False, TILE=TILE)
-
-
-def weigh(words: Tensor, within: Tensor, of_block: Tensor) -> Tensor:
-    """Return the sum of weighted words of each row and tile, int64, (rows, tiles); see `add_weighted_`."""
     rows, count = words.shape
     tiles = -(-count // TILE)
     sums = torch.empty(rows, tiles, dtype=torch.int64, device=words.device)
-    args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, words.stride(0), tiles)
-    launch(_add_weighted, rows * tiles, *args, SIGN=1, STORE=True, HEADER=False, LOAD=False, TILE=TILE)
+    if sums.numel():
+        args = (words, within, of_block, sums, sums, 0, sums, 0, count, within.numel(), tiles, words.stride(0), tiles)
+        launch(_weigh, rows * tiles, *args, HEADER=False, LOAD=False, TILE=TILE)
     return sums
 
 
@@ -70,13 +63,13 @@ def write_header_(
     tiles, rows = -(-count // TILE), messages.numel() // messages.shape[-1]
     heads = messages.view(torch.int64)
     args = (messages.view(torch.int32), within, of_block, heads[..., -1:], heads, fingerprint, status, start)
-    constants = {"SIGN": -1, "STORE": False, "HEADER": True, "LOAD": isinstance(fingerprint, Tensor), "TILE": TILE}
+    constants = {"HEADER": True, "LOAD": isinstance(fingerprint, Tensor), "TILE": TILE}
     each = heads.shape[-1]
-    launch(_add_weighted, rows * tiles, *args, count, within.numel(), tiles, 2 * each, each, **constants)
+    launch(_weigh, rows * tiles, *args, count, within.numel(), tiles, 2 * each, each, **constants)
 
 
 @kernel("fingerprint", "start", "count", "block", "tiles", "words_each", "sums_each")
-def _add_weighted(
+def _weigh(
     words,
     within,
     of_block,
@@ -90,8 +83,6 @@ def _add_weighted(
     tiles,
     words_each,
     sums_each,
-    SIGN: tl.constexpr,
-    STORE: tl.constexpr,
     HEADER: tl.constexpr,
     LOAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -112,19 +103,16 @@ def _add_weighted(
         word = tl.where(positions // 2 == 0, own, tl.where(positions // 2 == 1, known, word))
         word = tl.where((positions < 4) & (positions % 2 == 0), word << 32, word)
         word = tl.where(positions < 4, word >> 32, word)
-        total = SIGN * tl.sum(word * weight)
+        total = -tl.sum(word * weight)
         if tile == 0:
             tl.store(heads + row * sums_each, own)
             tl.store(heads + row * sums_each + 1, known)
             total += start
-    else:
-        word = tl.load(words + row * words_each + positions, mask=valid, other=0).to(tl.int64)
-        total = SIGN * tl.sum(word * weight)
-    if STORE:
-        tl.store(sums + row * sums_each + tile, total)
-    else:
         # Sums modulo 2⁶⁴ do not depend on the order.
         tl.atomic_add(sums + row * sums_each, total, sem="relaxed")
+    else:
+        word = tl.load(words + row * words_each + positions, mask=valid, other=0).to(tl.int64)
+        tl.store(sums + row * sums_each + tile, tl.sum(word * weight))
 
 
 def worst_status(

@@ -143,11 +143,6 @@ def _histogram(
         start += PART
 
 
-@kernel("k")
-def _threshold(counts, k):
-    _digit(counts, k, counts, 4, False)
-
-
 @kernel("numel", "count")
 def _keep(
     bits,

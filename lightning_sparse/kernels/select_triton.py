@@ -23,7 +23,6 @@ from lightning_sparse.kernels.select_kernels import (
     _count,
     _histogram,
     _keep,
-    _threshold,
     _write,
 )
 
@@ -151,14 +150,6 @@ def select(
     args = (counts, tallies, indices, indices if tops is None else tops, places, blocks, source.tiles, size)
     source.launch(_write, *args, ADDED_UP=added_up, TOPS=tops is not None, END=end, PAD=limited)
     return indices
-
-
-def kth_largest(blocks: Blocks, k: int) -> Tensor:
-    """Return the k-th largest magnitude as one int32 on the device, by Triton: a radix select with 8-bit digits."""
-    counts = torch.zeros(SCRATCH, dtype=torch.int32, device=blocks.bits.device)
-    _digits(blocks, counts, k, None)
-    launch(_threshold, 1, counts, k)
-    return counts[THRESHOLD : THRESHOLD + 1]
 
 
 def _digits(source: Blocks | Kept, counts: Tensor, k: int, limits: Tensor | None) -> None:

@@ -27,8 +27,8 @@ GOLDEN = 0x9E3779B9
 """2³² divided by the golden ratio: a step far from 0 for small keys."""
 
 
-def add_uniform_(x: Tensor, key: int, start: int = 0) -> Tensor:
-    """Add the numbers of the elements from `start` on to `x` (1-D, fp32), in place, and return `x`.
+def add_uniform_(x: Tensor, key: int) -> Tensor:
+    """Add the numbers of its elements to `x` (1-D, fp32), in place, and return `x`.
 
     The numbers are odd multiples of 2⁻¹⁶ in (-1/2, 1/2), all with the same probability. If x + number is rounded to the
     nearest integer, its expectation is x, to 2⁻¹⁶. An integer x does not change, even with fp32's rounding errors.
@@ -36,16 +36,14 @@ def add_uniform_(x: Tensor, key: int, start: int = 0) -> Tensor:
     Args:
         x: overwritten.
         key: 64 bits, such as `Context.key`.
-        start: position of the first element.
     """
     first, step = key_and_step(key)
-    odd, numel = start % 2, x.numel()
-    word = torch.arange((odd + numel + 1) // 2, dtype=torch.int32, device=x.device)
-    word.mul_(step).add_(_int32(first + start // 2 * step))
+    numel = x.numel()
+    word = torch.arange((numel + 1) // 2, dtype=torch.int32, device=x.device).mul_(step).add_(first)
     for shift, factor in zip((15, 16), FACTORS, strict=True):
         word.bitwise_xor_(word >> shift).mul_(factor)
     word.bitwise_or_(0x00010001)  # an odd number in each half
-    return x.add_(word.view(torch.int16)[odd : odd + numel].float(), alpha=2**-16)
+    return x.add_(word.view(torch.int16)[:numel].float(), alpha=2**-16)
 
 
 def key_and_step(key: int) -> tuple[int, int]:

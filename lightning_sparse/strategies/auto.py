@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
+from lightning_sparse import logged
 from lightning_sparse._compat import ddp_options, parameters_by_name
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
@@ -39,7 +40,6 @@ from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
-from lightning_sparse.logged import scalars
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
@@ -554,9 +554,12 @@ class _Choice:
 
     def scalars(self) -> dict[str, float]:
         """Return the times by which the choice was made, and the link, for loggers."""
-        times = {name: numbers.seconds for name, numbers in self.tuner.times.items()}
-        bounds = {name: self.tuner.bound(name) for name in self.tuner.links if name not in times}
-        return scalars(self._name, times, bounds, self.tuner.current, self._link.bandwidth, self._link.latency)
+        tuner, link = self.tuner, self._link
+        found = {name + logged.MEASURED: 1e3 * numbers.seconds for name, numbers in tuner.times.items()}
+        found |= {name + logged.BOUND: 1e3 * tuner.bound(name) for name in tuner.links if name not in tuner.times}
+        found |= {logged.CHOSEN: found[tuner.current + logged.MEASURED]}
+        found |= {logged.LINK: 8e-6 * link.bandwidth, logged.MESSAGE: 1e3 * link.latency}
+        return {f"{self._name}/{name}": value for name, value in found.items()}
 
 
 def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> dict[str, Any]:

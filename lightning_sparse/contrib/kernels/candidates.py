@@ -21,11 +21,9 @@ from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.select import (
     count_reaching,
     entries_reaching,
-    kth_in_c,
     largest,
     topk_from_maxima,
 )
-from lightning_sparse.kernels.select_triton import Blocks, kth_largest
 
 
 def sampled(bits: Tensor, size: int, seed: int) -> Tensor:
@@ -41,20 +39,9 @@ def sampled(bits: Tensor, size: int, seed: int) -> Tensor:
     return bits[seed % stride :: stride] & MAGNITUDE
 
 
-@operation
 def kth_magnitude(magnitudes: Tensor, k: int) -> Tensor:
     """Return the k-th largest of int32 magnitudes, 0 < k <= len(magnitudes), as one int32 on their device."""
     return torch.topk(magnitudes, k).values[-1:]
-
-
-@kth_magnitude.by("triton")
-def _kth_by_triton(magnitudes: Tensor, k: int) -> Tensor:
-    return kth_largest(Blocks(magnitudes), k)
-
-
-@kth_magnitude.by("native")
-def _kth_in_c(magnitudes: Tensor, k: int) -> Tensor:
-    return torch.tensor([kth_in_c(magnitudes, k)], dtype=torch.int32, device=magnitudes.device)
 
 
 @operation
@@ -106,16 +93,8 @@ def largest_entries(bits: Tensor, count: int, stats: BlockStats) -> tuple[Tensor
     return indices, bits.index_select(0, indices) & MAGNITUDE
 
 
-@operation
 def largest_mask(magnitudes: Tensor, k: int) -> Tensor:
     """Return a bool mask of the k largest magnitudes, 0 < k <= len(magnitudes); of equal ones the first."""
-    keep = torch.zeros_like(magnitudes, dtype=torch.bool)
-    keep[largest(magnitudes, k)[0]] = True
-    return keep
-
-
-@largest_mask.by("triton")
-def _mask_by_triton(magnitudes: Tensor, k: int) -> Tensor:
     kth = magnitudes.sort(descending=True).values[k - 1]
     above, ties = magnitudes > kth, magnitudes == kth
     return above | (ties & (ties.cumsum(0) <= k - above.sum()))
@@ -132,15 +111,8 @@ def _keep_and_pad(indices: Tensor, keep: Tensor, size: int, numel: int) -> Tenso
     return torch.nn.functional.pad(torch.where(keep, indices, numel).sort().values, (0, size), value=numel)[:size]
 
 
-@operation
 def blocks_reaching(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tensor:
     """Return the number of blocks that hold a magnitude of at least an int32 threshold; a scalar on the device."""
-    maxima = bits if stats.maxima is None else stats.maxima
-    return torch.tensor(count_reaching(maxima, int(threshold)), device=bits.device)
-
-
-@blocks_reaching.by("triton")
-def _blocks_by_triton(bits: Tensor, threshold: Tensor, stats: BlockStats) -> Tensor:
     maxima = bits if stats.maxima is None else stats.maxima
     return (maxima & MAGNITUDE >= threshold).sum()
 

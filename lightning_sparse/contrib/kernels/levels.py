@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_sparse.contrib.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.contrib.kernels.row_numbers import norms_of_rows
 from lightning_sparse.contrib.kernels.row_table import Rows
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.launch import at_a_time, kernel, launch
 from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step

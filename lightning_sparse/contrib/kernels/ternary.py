@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_sparse.contrib.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.contrib.kernels.row_table import Rows, _parameter_of, of_elements, row_table
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.codes import code_bytes, pack_codes, unpack_codes
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
 from lightning_sparse.kernels.launch import kernel, launch

@@ -1,6 +1,6 @@
 /* Rounds values to a few levels of their bucket's norm. */
 
-#include "tiles.h"
+#include "codes.h"
 
 KERNEL void round_to_levels(const float *restrict u, float *norms, uint8_t *packed, float *restrict update, int64_t key,
                             int64_t step, int64_t numel, int64_t levels, int64_t bits, int64_t bucket)

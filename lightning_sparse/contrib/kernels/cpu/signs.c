@@ -1,6 +1,6 @@
 /* Signs of rows. A table has the start, the first row and the row length of each parameter; see row_table.py. */
 
-#include "tiles.h"
+#include "codes.h"
 
 /* Writes the values that codes 1 and 0 of a tile have in their rows. Returns the tile's last parameter, with which the
    next tile begins. */

@@ -1,6 +1,6 @@
 /* Rounds values to -1, 0 and 1. A table begins with the start of each parameter. */
 
-#include "tiles.h"
+#include "codes.h"
 
 KERNEL void round_to_ternary(const float *restrict u, const int64_t *table, const float *own, const float *scales,
                              uint8_t *packed, float *restrict update, int64_t key, int64_t step, int64_t numel,

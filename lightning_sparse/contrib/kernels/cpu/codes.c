@@ -1,6 +1,6 @@
 /* Packs codes of a few bits into bytes, and unpacks them. */
 
-#include "tiles.h"
+#include "codes.h"
 
 KERNEL void pack_codes(const void *codes, uint8_t *packed, int64_t numel, int64_t all, int64_t bits, int64_t width)
 {
