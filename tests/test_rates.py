@@ -26,3 +26,24 @@ def test_rates_that_differ_are_warned_of_once(rates, caplog):
     simulate(2, rank)
     assert len(caplog.records) == (rates[0] != rates[1])
     assert all("Learning rates differ among ranks" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("rates", "warns"),
+    [([[1, 0], [1, 0]], False), ([[1, 1], [0, 0]], False), ([[1, 1], [1, 0], [1, 0]], True), ([[0, 1], [1, 1]], False)],
+)
+@pytest.mark.parametrize("have_residuals", [True, False])
+def test_a_rate_that_becomes_0_is_warned_of_once_if_residuals_change_weights(rates, warns, have_residuals, caplog):
+    def rank(comm):
+        optimizer = torch.optim.SGD([{"params": [torch.ones(1)]} for _ in range(2)], 0.1)
+        compared = Rates(comm, [optimizer], torch.device("cpu"), have_residuals=have_residuals)
+        for now in rates:
+            for group, rate in zip(optimizer.param_groups, now, strict=True):
+                group["lr"] = 0.1 * rate
+            compared.compare()
+            compared.are_due(1)
+
+    caplog.set_level(logging.WARNING)
+    simulate(2, rank)
+    assert len(caplog.records) == (warns and have_residuals)
+    assert all("a parameter group has become 0" in record.message for record in caplog.records)

@@ -24,6 +24,7 @@ from lightning_sparse.momentum import ADAM_LIKE, LIKE, SegmentMoments, moments_o
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.parameters import exchanged_parameters
 from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.update_training import (
     ADAMW,
@@ -766,3 +767,9 @@ def test_factors_before_the_first_step_are_finite():
         moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
         factors, _ = moments.rescaling(4)
         assert factors.tolist() == [1.0]
+
+
+def test_a_parameter_without_a_shape_is_an_error():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet: run one batch through the model"):
+        exchanged_parameters(model, [torch.optim.SGD(model.parameters(), 0.1)])

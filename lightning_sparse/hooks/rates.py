@@ -1,4 +1,4 @@
-"""Checks during training that optimizers have the same learning rates on all ranks."""
+"""Checks of learning rates during training: they are equal on all ranks, and none becomes 0 to freeze parameters."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ class Rates:
         comm: the connection to the other ranks, which must be idle when `compare` is called.
         optimizers: the optimizers; all ranks have the same number of them.
         device: the device of the exchange.
+        have_residuals: whether residuals of updates change weights, too. Then rank 0 also warns once if the rate of
+            some parameters becomes 0.
     """
 
-    def __init__(self, comm: Comm, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    def __init__(
+        self, comm: Comm, optimizers: Sequence[Optimizer], device: torch.device, *, have_residuals: bool = False
+    ) -> None:
         self._comm, self._optimizers, self._device = comm, optimizers, device
+        self._warns_of_zero, self._earlier = have_residuals, list[float]()
         self._steps = 0  # since the last comparison
         self._answer: Callable[[], list[Any]] | None = None  # result of the last comparison, fetched without waiting
 
@@ -51,10 +56,21 @@ class Rates:
             return
         given = [group.get("lr") for each in self._optimizers for group in each.param_groups]
         rates = [math.nan if rate is None else float(rate) for rate in given]  # Adafactor may have None
-        sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), *rates[:1]]
+        if self._warns_of_zero and any(rates) and any(was and not now for was, now in zip(self._earlier, rates)):  # noqa: B905
+            self._warns_of_zero = False
+            self._warn_of_zero()
+        self._earlier = rates
+        sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan]
         every = self._comm.all_gather_rows(torch.tensor(own, dtype=torch.float64, device=self._device))
         self._comm.sent_bytes = sent  # counts the bytes of steps only
         self._answer = self._comm.to_host_async(every)
+
+    def _warn_of_zero(self) -> None:
+        if self._comm.rank == 0:
+            log.warning(
+                "The learning rate of a parameter group has become 0. Its weights still change by the entries that "
+                "wait in the residuals. To freeze them, call requires_grad_(False)."
+            )
 
     def _warn(self, rates: Sequence[float]) -> None:
         if self._comm.rank == 0:

@@ -157,7 +157,7 @@ class UpdateExchanger(Exchanger):
             groups=lambda: groups_of(optimizers),
             exchanged="update",
         )
-        self._rates = Rates(session.comm, optimizers, session.device)
+        self._rates = Rates(session.comm, optimizers, session.device, have_residuals=method.memory.error_feedback)
         self._unattached = UnattachedOptimizerCheck(optimizers, model)
         try:
             self._broadcast_weights()
@@ -434,6 +434,12 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
         )
     for optimizer in optimizers:
+        if shares_steps(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} broadcasts each rank's part of the step to all ranks, so all ranks make "
+                f"the same update, and the gradients of other ranks are lost. Exchange gradients, by "
+                f"exchange='gradient' of the strategy or by attach; or use {type(inner_of(optimizer)).__name__} itself."
+            )
         if exchange_of(optimizer) is not None:
             raise ValueError(
                 f"The updates of this {type(optimizer).__name__} are exchanged already: attach_updates was called with "
@@ -476,6 +482,18 @@ def scales_gradient(optimizer: Optimizer) -> bool:
 def evaluates_other_weights(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has an `eval` that makes weights for evaluation, as schedule-free ones do."""
     return callable(getattr(optimizer, "eval", None))
+
+
+def shares_steps(optimizer: Optimizer) -> bool:
+    """Return whether ranks share the work and the state of an optimizer's steps, as in ZeRO, judged by its name."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    return bool(names & {"ZeroRedundancyOptimizer", "OSS"})  # of torch, of fairscale
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that a wrapper steps, such as one of ZeRO; the optimizer itself if there is none."""
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
 
 
 def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:

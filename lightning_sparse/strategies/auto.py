@@ -23,12 +23,14 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
@@ -67,12 +69,29 @@ class StockTraining(Training):
     Args:
         exchanger: counts the steps.
         optimizers: the optimizers of the model.
+        frozen: parameters that DDP leaves out, because they were frozen when it wrapped the model, by name.
     """
 
     exchanger: StockExchanger
 
-    def __init__(self, exchanger: StockExchanger, optimizers: Sequence[Optimizer]) -> None:
-        self.exchanger, self.optimizers = exchanger, optimizers
+    def __init__(
+        self,
+        exchanger: StockExchanger,
+        optimizers: Sequence[Optimizer],
+        frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        self.exchanger, self.optimizers, self._frozen = exchanger, optimizers, frozen
+
+    def after_backward(self, post_backward: Callable[[], None]) -> None:
+        super().after_backward(post_backward)
+        for name, param in self._frozen.items():
+            if param.requires_grad and param.grad is not None:
+                raise self.failed(
+                    f"{name!r} was frozen when auto_ddp wrapped the model and takes gradients now: DDP does not "
+                    f"average them, so the ranks would drift apart. Unfreeze it before on_train_batch_start, and "
+                    f"auto_ddp wraps the model again. If a training step freezes and unfreezes it, take "
+                    f"strategy='auto_ddp_find_unused_parameters_true'."
+                )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         result = step(closure)
@@ -202,7 +221,8 @@ class AutoStrategy:
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
-        self._auto.parameters, options = Parameters.of(self.lightning_module), self._auto.options[name]
+        self._auto.parameters = Parameters.of(self.lightning_module, self._auto.parameters.trained)
+        options = self._auto.options[name]
         if options is None:
             self._use_stock(name, trainer)
         else:
@@ -342,7 +362,23 @@ class AutoDDP(AutoStrategy):
             ddp = self._wrap()
         states, reducer = initial_states(ddp, ddp_options(self)), self._auto.reducer_options
         stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
-        self._begin_fit(trainer, StockTraining(stock, self.optimizers), "")
+        params, ignored = self._auto.parameters, ddp.parameters_to_ignore
+        frozen = {x: params.by_name[x] for x in params.frozen if x not in ignored}
+        self._begin_fit(trainer, StockTraining(stock, self.optimizers, frozen), "")
+
+    def _use(self, name: str, trainer: Any) -> None:
+        # A training step may freeze parameters that the next step unfreezes, as GANs do. DDP leaves out parameters that
+        # are frozen when it wraps the model. It allows for others without gradients only if it finds unused parameters.
+        options = ddp_options(self)  # type: ignore[arg-type]
+        trained = self._auto.parameters.trained if options.get("find_unused_parameters") else ()
+        frozen = [param for param in trained if not param.requires_grad]
+        try:
+            for param in frozen:
+                param.requires_grad_(True)
+            super()._use(name, trainer)
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
 
     @contextlib.contextmanager
     def _own_buckets(self) -> Iterator[None]:
@@ -365,8 +401,7 @@ class AutoDDP(AutoStrategy):
 
         def resume() -> None:
             for name, residual in residuals.items():
-                if params[name].requires_grad:
-                    _add_once(params[name], residual, get_scale)
+                _add_once(params[name], residual, get_scale)
 
         return resume
 
@@ -414,16 +449,18 @@ class Loaded(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """A model's parameters by name, and the names of frozen ones."""
+    """A model's parameters by name, the names of frozen ones, and the parameters that a fit has trained so far."""
 
     by_name: Mapping[str, torch.nn.Parameter] = {}
     frozen: Sequence[str] = ()
+    trained: Collection[torch.nn.Parameter] = ()
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Parameters:
-        """Return the present parameters of a model."""
+    def of(cls, model: torch.nn.Module, trained: Collection[torch.nn.Parameter]) -> Parameters:
+        """Return the present parameters of a model; `trained` are earlier ones of the fit."""
         by_name = parameters_by_name(model)
-        return cls(by_name, [name for name, param in by_name.items() if not param.requires_grad])
+        frozen = [name for name, param in by_name.items() if not param.requires_grad]
+        return cls(by_name, frozen, {*trained, *(param for param in by_name.values() if param.requires_grad)})
 
 
 class _Choice:
@@ -462,7 +499,9 @@ class _Choice:
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
         self.options, self._callbacks = {strategy._stock: None}, [*trainer.callbacks]
         stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-        trains = any(id(param) in stepped for param in strategy.lightning_module.parameters())
+        params = [*strategy.lightning_module.parameters()]
+        trains = any(id(param) in stepped and param.requires_grad for param in params)
+        trains &= not any(map(is_lazy, params))  # of DDP's errors, that for these is clear
         if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, ranks)
         names = [*self.options]
@@ -584,4 +623,7 @@ def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Call
         handle.remove()
         return grad + (residual * get_scale()).to(grad)
 
+    was_frozen = not param.requires_grad
+    param.requires_grad_(True)  # to register a hook
     handle = param.register_hook(add)
+    param.requires_grad_(not was_frozen)

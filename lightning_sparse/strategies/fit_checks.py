@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.update_exchange import evaluates_other_weights, scales_gradient
+from lightning_sparse.hooks.update_exchange import evaluates_other_weights, inner_of, scales_gradient, shares_steps
 from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
@@ -31,6 +31,8 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
 
     Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
     """
+    if shares_steps(optimizer):
+        return "shares its steps among ranks"
     if evaluates_other_weights(optimizer):
         return "evaluates other weights than it trains"
     if scales_gradient(optimizer):
@@ -97,6 +99,7 @@ def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
 def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
     adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
+    shared = next((each for each in optimizers if shares_steps(each) and not scales_gradient(inner_of(each))), None)
     signs = next(filter(takes_signs, optimizers), None)
     evaluating = next(filter(evaluates_other_weights, optimizers), None)
     if adaptive is not None:
@@ -106,6 +109,13 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
             f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}."
+        )
+    elif shared is not None:
+        inner = type(inner_of(shared)).__name__
+        log.warning(
+            f"{type(shared).__name__} shares its steps among ranks, so ranks exchange gradients. {inner} takes too "
+            f"large steps with gradients that arrive seldom. Take a method that sends every element, such as 'int4'; "
+            f"or use {inner} itself, and ranks exchange updates."
         )
     elif signs is not None:
         log.warning(

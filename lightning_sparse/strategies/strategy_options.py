@@ -89,7 +89,8 @@ class StrategyOptions:
         if share_parameters(optimizers):
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             return "gradient", f"the optimizers: {names} share parameters"
-        reasons = [(type(optimizer).__name__, reason_for_gradients(optimizer)) for optimizer in optimizers]
+        stepping = [optimizer for optimizer in optimizers if optimizer.param_groups]  # Lightning's stand-in has none
+        reasons = [(type(optimizer).__name__, reason_for_gradients(optimizer)) for optimizer in stepping]
         if others := [name for name, reason in reasons if reason is None]:
             return "update", f"the optimizer, {others[0]}"
         return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import parameters_by_name
@@ -24,7 +25,8 @@ def exchanged_parameters(
         The parameters, the optimizer of each, and the number of each one's group for `Layout.of`; all by name.
 
     Raises:
-        ValueError: a parameter belongs to two optimizers or not to the model, or shares memory with another parameter.
+        ValueError: a parameter belongs to two optimizers or not to the model, has no shape yet, or shares memory with
+            another parameter.
     """
     names = {id(param): name for name, param in parameters_by_name(model).items()}
     found: dict[str, Optimizer] = {}
@@ -34,6 +36,11 @@ def exchanged_parameters(
                 if is_excluded(param):
                     continue
                 name = names.get(id(param))
+                if is_lazy(param):
+                    raise ValueError(
+                        f"{name!r} has no shape yet: run one batch through the model before training, as for "
+                        f"DistributedDataParallel."
+                    )
                 if name is None:
                     raise ValueError(
                         f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "

@@ -20,7 +20,7 @@ from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, at
 from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
-from lightning_sparse.strategies.auto import KEY
+from lightning_sparse.strategies.auto import KEY, _add_once
 from tests.integration.planned import Watch, follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
@@ -448,6 +448,76 @@ def test_layers_that_a_callback_freezes_stay_as_they_are():
     (names, first, *_), (_, second, *_) = results
     assert {*names} == {"topk", "ddp"}
     assert torch.equal(first, second)
+
+
+class Alternating(pl.LightningModule):
+    """A GAN that freezes its discriminator while the generator is trained, and unfreezes it in the next batch."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], lr: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization, self._kind, self._lr = False, kind, lr
+        self.generator, self.discriminator = nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([param.detach().flatten() for param in self.parameters()])
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._kind(part.parameters(), lr=self._lr) for part in (self.generator, self.discriminator)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        ours = self.optimizers()
+        fake = self.generator(torch.randn(4, 8))
+        for optimizer, trains, x in zip(reversed(ours), (True, False), (fake.detach(), fake), strict=True):
+            self.discriminator.requires_grad_(trains)
+            optimizer.zero_grad()
+            judged = self.discriminator(x)
+            if trains:
+                judged = judged - self.discriminator(nn.functional.one_hot(batch[0], 16).float()).mean()
+            self.manual_backward(judged.mean() if trains else -judged.mean())
+            optimizer.step()
+
+
+def alternating(rank: int, kind: str, plan: list[str], **options: Any) -> Any:
+    net = Alternating(getattr(torch.optim, kind), lr=0.01)
+    try:
+        watch = fit(net, auto(plan, **options), rank)
+    except RuntimeError as error:
+        return str(error)
+    return watch.names, net.weights, Alternating(torch.optim.SGD, 0.0).discriminator[1].weight, net
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [("SGD", ["topk", "ddp"]), ("SGD", ["ddp", "topk"]), ("Adam", ["topk", "ddp, bf16"])],
+)
+def test_layers_that_each_batch_freezes_are_trained_alike_after_a_switch(kind, plan):
+    train = partial(alternating, find_unused_parameters=True)
+    (names, first, before, net), (_, second, *_) = lightning_ranks(2, train, kind, plan)
+    assert {*names} == {*plan}
+    assert torch.equal(first, second)
+    assert not torch.equal(net.discriminator[1].weight, before)
+    assert not any(param.requires_grad for param in net.discriminator.parameters())  # as the batch has left it
+
+
+def test_layers_that_each_batch_freezes_get_their_residuals_with_the_next_gradient():
+    """Entries that wait when the exchange changes are not lost. A hook adds them as soon as there is a gradient."""
+    param, residual = nn.Parameter(torch.zeros(3), requires_grad=False), torch.tensor([1.0, 2.0, 3.0])
+    _add_once(param, residual, lambda: 2.0)
+    assert not param.requires_grad
+    param.requires_grad_(True)
+    for expected in ([3.0, 5.0, 7.0], [4.0, 6.0, 8.0]):
+        param.sum().backward()
+        assert param.grad is not None
+        assert param.grad.tolist() == expected
+
+
+def test_layers_that_each_batch_freezes_need_an_option():
+    """DDP would not average their gradients after the switch, and without the option none may be missing."""
+    for text in lightning_ranks(2, alternating, "Adam", ["topk", "ddp"], timeout=5):
+        assert "'discriminator.0.weight' was frozen when auto_ddp wrapped the model and takes gradients now" in text
+        assert "'auto_ddp_find_unused_parameters_true'" in text
 
 
 def unfrozen_alone(rank: int) -> str:

@@ -23,6 +23,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -1400,13 +1401,56 @@ SCALES, SIGNS = "scales the gradient", "takes signs"
         *(("Mine", base, SCALES) for base in (SGD, torch.optim.ASGD)),
         *((name, Unknown, SIGNS) for name in ("Lion", "DAdaptLion", "SignSGD", "Tiger")),
         ("Mine", torch.optim.Rprop, SIGNS),
+        ("ZeroRedundancyOptimizer", Unknown, "shares its steps among ranks"),
     ],
 )
 def test_updates_are_exchanged_unless_an_optimizer_is_known_to_want_gradients(name, base, expected):
     optimizer = type(name, (base,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
     assert reason_for_gradients(optimizer) == expected
     type(optimizer).eval = lambda self: None  # makes weights of each rank's own state
-    assert reason_for_gradients(optimizer) == "evaluates other weights than it trains"
+    if name != "ZeroRedundancyOptimizer":
+        assert reason_for_gradients(optimizer) == "evaluates other weights than it trains"
+
+
+def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
+    """Each rank steps its part of the parameters for all ranks, so all ranks have the same update of one gradient."""
+
+    def run(rank: int) -> Any:
+        make: Any = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=0.01)
+        gloo = partial(SparseDDPStrategy, process_group_backend="gloo")
+        results = []
+        for strategy in ("ddp", gloo("topk", density=1.0), gloo("topk", exchange="update")):
+            net, messages = Net(make), Messages()
+            try:
+                trainer(strategy, 2, max_steps=3).fit(net, Loader(rank, 2))
+            except ValueError as error:
+                results.append(str(error))
+                break
+            results.append((net.weights, messages.texts))
+        return results
+
+    for (stock, _), (ours, _), text in lightning_ranks(2, run):
+        torch.testing.assert_close(ours, stock)
+        assert not torch.equal(stock, Net().weights)
+        assert "ZeroRedundancyOptimizer broadcasts each rank's part of the step to all ranks" in text
+        assert "use AdamW itself" in text
+
+
+def test_without_an_optimizer_nothing_changes():
+    """Lightning has a stand-in for the optimizer of a module that returns none. Gradients are still exchanged."""
+
+    class Untrained(Net):
+        def configure_optimizers(self) -> None:
+            return None
+
+    def run(rank: int) -> list[Tensor]:
+        nets = [Untrained() for _ in range(3)]
+        for net, strategy in zip(nets, ("topk_ddp", "int4_ddp", "auto_ddp"), strict=True):
+            trainer(strategy, 2, max_epochs=1).fit(net, Loader(rank, 2))
+        return [net.weights for net in nets]
+
+    for weights in lightning_ranks(2, run):
+        assert all(torch.equal(each, Net().weights) for each in weights)
 
 
 class Lion(Unknown):
