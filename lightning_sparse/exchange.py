@@ -206,11 +206,11 @@ class Exchange:
 
     def all_gather(self, payload: Payload) -> Payload:
         """Return the payloads of all ranks, as rows."""
-        return self._receive(self.comm.all_gather_rows(self._frame(payload)), payload, self._senders)
+        return self._receive(self.comm.all_gather(self._frame(payload)), payload, self._senders)
 
     def all_gather_as(self, decode: Callable[[Payload], T], payload: Payload) -> T:
         """Return `decode` of the payloads of all ranks, which are rows. Call it once in an exchange."""
-        messages, graphs = self.comm.all_gather_rows(self._frame(payload)), self._graphs
+        messages, graphs = self.comm.all_gather(self._frame(payload)), self._graphs
         if messages.nbytes * MESSAGES > 4 * self.ctx.segment.numel:
             graphs = NO_GRAPHS  # copies and entries of many ranks would take too much memory
         messages, worst = graphs.fixed("messages", messages), self._root.worst
@@ -228,7 +228,7 @@ class Exchange:
 
     def all_to_all(self, rows: Payload) -> Payload:
         """Send row r of each part to rank r; return the rows that all ranks have sent here, in rank order."""
-        return self._receive(self.comm.all_to_all_rows(self._frame(rows)), rows, self._senders)
+        return self._receive(self.comm.all_to_all(self._frame(rows)), rows, self._senders)
 
     def broadcast(self, payload: Payload, src: int) -> Payload:
         """Return rank `src`'s payload; the other ranks pass one of the same shapes."""

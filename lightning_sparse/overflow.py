@@ -79,7 +79,7 @@ class GradientCheck:
             norm = math.sqrt(sum(float(grads[name].double().norm()) ** 2 for name in names))
         word = torch.tensor([0 if nonfinite is None else 1 + layout.names.index(nonfinite), step], device="cpu")
         device = next(iter(grads.values())).device
-        words = comm.to_host_async(torch.stack(comm.all_gather(word.to(device))))()
+        words = comm.to_host_async(comm.all_gather(word.to(device)))()
         for rank, (_, their_step) in enumerate(words):
             if their_step != step:
                 raise RankFailure(

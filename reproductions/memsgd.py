@@ -30,8 +30,9 @@ from torch import Tensor
 
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row, cores
-from lightning_sparse.compressors.base import Entries, add_
+from lightning_sparse.compressors.base import Entries, Payload, add_
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.kernels.codes import unpack_codes
 from lightning_sparse.contrib.memsgd import MemSGD, QuadraticAverage, train_parallel
 from lightning_sparse.contrib.qsgd import QSGD
 from reproductions.frame import Config, Finding, held
@@ -45,6 +46,37 @@ METHODS = {
 FORGETFUL = {"dense": [("top", 1), ("random", 10)], "sparse": [("top", 10), ("random", 100)]}
 LEVELS = (4, 16, 127)
 COLORS = {"SGD": "#000000", "top": "#0072B2", "random": "#8C564B", "QSGD": "#CC79A7", "no memory": "#E69F00"}
+
+
+def elias_bits(code: QSGD, payload: Payload, numel: int) -> int:
+    """Return the number of bits of the Elias code (Code_s of Alistarh et al. 2017) of a payload of `numel` elements.
+
+    A bucket has 32 bits for the norm. Each ξ > 0 takes 1 bit for the sign. It also takes two of Elias' omega codes: of
+    ξ, and of the distance from the previous ξ > 0. The expected number of ξ > 0 is at most s(s + √n) in a bucket of n.
+    """
+    norms, packed = payload
+    levels = unpack_codes(packed, code.bits, numel).short() - code.levels
+    places = levels.nonzero().squeeze(1)
+    buckets = places // code.bucket
+    distances = places.diff(prepend=places.new_full((1,), -1))
+    # The first of a bucket counts from the bucket's start.
+    new = buckets.diff(prepend=buckets.new_full((1,), -1)) != 0
+    distances = torch.where(new, places % code.bucket + 1, distances)
+    coded = omega_bits(distances) + 1 + omega_bits(levels[places].abs().long())
+    return 32 * norms.numel() + int(coded.sum())
+
+
+def omega_bits(numbers: Tensor) -> Tensor:
+    """Return the length in bits of Elias' omega code (Elias 1975) of numbers from 1 on, int64.
+
+    A number N > 1 is written in binary, preceded by the code of its number of digits minus one. A 0 ends the code.
+    """
+    total, left = torch.ones_like(numbers), numbers.clone()
+    while bool((left > 1).any()):
+        digits = torch.frexp(left.double()).exponent.long()
+        total += torch.where(left > 1, digits, 0)
+        left = torch.where(left > 1, digits - 1, left)
+    return total
 
 
 @lru_cache(maxsize=2)
@@ -136,7 +168,7 @@ def sequential(case: Row, config: Config, data: Logistic, shift: float) -> list[
             payload, update = code.compress(add_(x * data.l2, gradient), ctx)
             assert isinstance(update, Tensor)
             if t % max(1, steps // COUNTED) == 0:
-                lengths.append(code.elias_bits(payload, ctx))
+                lengths.append(elias_bits(code, payload, data.numel))
             bits = (t + 1) * sum(lengths) / len(lengths)
             x.add_(update, alpha=-rate(t))
         if t + 1 in points:

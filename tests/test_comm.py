@@ -22,7 +22,7 @@ def all_collectives(comm: Comm) -> list[object]:
         comm.all_reduce(x.clone()).tolist(),
         comm.all_reduce(-x, "max").tolist(),
         [part.tolist() for part in comm.all_gather(torch.tensor([rank], dtype=torch.uint8))],
-        [part.tolist() for part in comm.all_to_all([torch.tensor([rank, other]) for other in range(size)])],
+        [part.tolist() for part in comm.all_to_all(torch.tensor([[rank, other] for other in range(size)]))],
         comm.broadcast(x.clone(), size - 1).tolist(),
         comm.sendrecv(x, rank ^ 1 if rank ^ 1 < size else rank).tolist(),
     ]
@@ -72,7 +72,7 @@ def short_and_long(rank: int) -> list[object]:
     for numel in (0, 1, 7, DIRECT // 4, DIRECT // 4 + 1):
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(numel, generator=generator)
-        rows, total = comm.all_gather_rows(x), comm.all_reduce(x.clone())
+        rows, total = comm.all_gather(x), comm.all_reduce(x.clone())
         torch.testing.assert_close(total, rows.sum(0), rtol=1e-5, atol=1e-5)
         assert torch.equal(comm.all_reduce(x.clone(), "max"), rows.amax(0))
         found += [rows.tolist(), total.tolist()]
@@ -146,8 +146,8 @@ def test_ranks_out_of_step():
 def test_bad_sizes():
     with pytest.raises(ValueError, match="at least one rank"):
         simulate(0, lambda comm: None)
-    with pytest.raises(ValueError, match="got 1 chunks for 2 ranks"):
-        simulate(2, lambda comm: comm.all_to_all([torch.ones(1)]))
+    with pytest.raises(ValueError, match="got 1 rows for 2 ranks"):
+        simulate(2, lambda comm: comm.all_to_all(torch.ones(1, 1)))
     with pytest.raises(RuntimeError, match=r"needs torch.distributed.*simulate"):
         ProcessGroupComm()
 

@@ -8,7 +8,7 @@ import torch
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.kernels.codes import unpack_codes
-from lightning_sparse.contrib.qsgd import QSGD, omega_bits
+from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
@@ -114,17 +114,6 @@ def test_ranks_and_elements_round_independently():
     assert abs(sum(x * x for x in sums) / steps / variance - 1) < 5 * math.sqrt(2 / steps)
 
 
-def test_elias_code_by_hand():
-    """A number's binary digits, those of their number less one before it, and so on, and a 0 at the end."""
-    lengths = {1: 1, 2: 3, 3: 3, 4: 6, 7: 6, 8: 7, 15: 7, 16: 11, 31: 11, 32: 12, 100: 13, 255: 14, 256: 16, 10**6: 31}
-    assert omega_bits(torch.tensor(list(lengths))).tolist() == list(lengths.values())
-    # Levels 3 and -4 of 5 in the first bucket: distances 1 and 1, so 32 + (1 + 1 + 3) + (1 + 1 + 6) bits. In the second
-    # one level, 5 of 5, at the second place: 32 + 3 + 1 + 6. In the third nothing.
-    u = torch.tensor([3.0, -4.0, 0.0, 7.0, 0.0, 0.0])
-    compressor, ctx = QSGD(levels=5, bucket=2), Context.of(6)
-    assert compressor.elias_bits(compressor.compress(u, ctx)[0], ctx) == (32 + 5 + 8) + (32 + 10) + 32
-
-
 @pytest.mark.parametrize("levels", [1, 3, 7])
 def test_as_few_levels_above_zero_as_published(levels):
     """E nnz <= s(s + √d). The number is a sum of independent numbers of variance at most 1/4 each."""
@@ -135,8 +124,6 @@ def test_as_few_levels_above_zero_as_published(levels):
     codes = unpack_codes(payload[1], compressor.bits, numel * draws)
     found = int((codes != levels).sum()) / draws
     assert found <= levels * (levels + math.sqrt(numel)) + 5 * math.sqrt(numel / 4 / draws)
-    # Most levels are 0, so Elias' code has less than half the length of a code with a fixed number of bits.
-    assert compressor.elias_bits(payload, ctx) < 8 * compressor.nbytes(ctx.segment, None) / 2
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 10])

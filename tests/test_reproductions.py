@@ -17,7 +17,9 @@ import pandas as pd
 from benchmarks.harness import plots, table
 from examples.data.digits import digits
 from lightning_sparse.compressors import TopK
+from lightning_sparse.context import Context
 from lightning_sparse.contrib.memsgd import MemSGD
+from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.randk import RandK
 from reproductions import (
     FINDINGS,
@@ -387,3 +389,19 @@ def test_processes_are_powers_of_two_up_to_the_cores(monkeypatch):
     assert memsgd.processes() == [1, 2, 4, 8]
     monkeypatch.setattr(memsgd, "cores", lambda: 1)
     assert memsgd.processes() == [1, 2]
+
+
+def test_elias_code_by_hand():
+    """A number's binary digits, those of their number less one before it, and so on, and a 0 at the end."""
+    lengths = {1: 1, 2: 3, 3: 3, 4: 6, 7: 6, 8: 7, 15: 7, 16: 11, 31: 11, 32: 12, 100: 13, 255: 14, 256: 16, 10**6: 31}
+    assert memsgd.omega_bits(torch.tensor(list(lengths))).tolist() == list(lengths.values())
+    # Levels 3 and -4 of 5 in the first bucket: distances 1 and 1, so 32 + (1 + 1 + 3) + (1 + 1 + 6) bits. In the second
+    # one level, 5 of 5, at the second place: 32 + 3 + 1 + 6. In the third nothing.
+    u = torch.tensor([3.0, -4.0, 0.0, 7.0, 0.0, 0.0])
+    compressor, ctx = QSGD(levels=5, bucket=2), Context.of(6)
+    assert memsgd.elias_bits(compressor, compressor.compress(u, ctx)[0], 6) == (32 + 5 + 8) + (32 + 10) + 32
+    # Most levels of normally distributed values are 0, so the code has less than half the length of a fixed one.
+    u, ctx = torch.randn(25_600, generator=torch.Generator().manual_seed(0)), Context.of(25_600)
+    compressor = QSGD(levels=7)
+    bits = memsgd.elias_bits(compressor, compressor.compress(u, ctx)[0], 25_600)
+    assert bits < 8 * compressor.nbytes(ctx.segment, None) / 2

@@ -62,23 +62,16 @@ class Comm(abc.ABC):
             self._timed(2 * (self.size - 1) * _nbytes(x) // self.size, self._all_reduce, x, op)
         return x
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x` in rank order. Shape and dtype must be equal on all ranks."""
-        return list(self._gathered(x))
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x` in rank order, as rows of one tensor. Shape and dtype must be equal on all ranks."""
+        if self.size == 1:
+            return x.clone().unsqueeze(0)
+        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
 
-    def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Return every rank's `x` in rank order, as rows of one tensor; see `all_gather`."""
-        rows = self._gathered(x)
-        return rows if isinstance(rows, Tensor) else torch.stack(rows)
-
-    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """Send chunk i to rank i and return the received chunks in rank order. All shapes must be equal."""
-        return list(self.all_to_all_rows(torch.stack(list(chunks)) if chunks else torch.empty(0, device="cpu")))
-
-    def all_to_all_rows(self, rows: Tensor) -> Tensor:
-        """Send row i to rank i and return the received rows in rank order; see `all_to_all`."""
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Send row i to rank i and return the received rows in rank order. Shapes must be equal on all ranks."""
         if len(rows) != self.size:
-            raise ValueError(f"all_to_all got {len(rows)} chunks for {self.size} ranks; give one for each rank.")
+            raise ValueError(f"all_to_all got {len(rows)} rows for {self.size} ranks; give one for each rank.")
         if self.size == 1:
             return rows.clone()
         sizes = [rows[0].numel()] * self.size
@@ -153,11 +146,6 @@ class Comm(abc.ABC):
     def poll(self) -> None:  # noqa: B027
         """Raise RankFailure if another rank has failed. It is called while this rank waits."""
 
-    def _gathered(self, x: Tensor) -> Tensor | list[Tensor]:
-        if self.size == 1:
-            return x.clone().unsqueeze(0)
-        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
-
     def _timed_all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         nbytes = (sum(send) - send[self.rank]) * x.element_size()
         return self._timed(nbytes, self._all_to_all_v, x, send, receive)
@@ -191,8 +179,8 @@ class Comm(abc.ABC):
     def _all_reduce(self, x: Tensor, op: Op) -> None: ...
 
     @abc.abstractmethod
-    def _all_gather(self, x: Tensor) -> Tensor | list[Tensor]:
-        """Return every rank's `x` in rank order, as a list or as rows of one tensor."""
+    def _all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x` in rank order, as rows of one tensor."""
 
     @abc.abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...

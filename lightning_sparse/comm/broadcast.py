@@ -51,7 +51,7 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
     sent = comm.sent_bytes
     with ThreadPoolExecutor() as pool:  # one core hashes about 0.7 GB/s
         own = torch.tensor([*pool.map(_hash, tensors)], dtype=torch.int64, device=device)
-    hashes = comm.all_gather_rows(own)
+    hashes = comm.all_gather(own)
     differ = comm.to_host_async((hashes != hashes[0]).any(0))()
     batches: list[list[Tensor]] = []
     length = AT_ONCE

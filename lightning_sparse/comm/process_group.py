@@ -119,8 +119,6 @@ class ProcessGroupComm(Comm):
         # devices are not connected by NCCL, all tensors pass through the host's memory.
         host = x.to("cpu", copy=True)
         result = super()._timed(nbytes, collective, host, *args[1:])
-        if isinstance(result, list):
-            return [part.to(x.device) for part in result]
         return x.copy_(host) if result is None else result.to(x.device)  # None: the collective worked in place
 
     def _wait(self, start: Callable[[], dist.Work], x: Tensor) -> None:

@@ -88,8 +88,8 @@ class _ThreadComm(Comm):
             else:
                 torch.maximum(x, part, out=x)
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
-        return [part.clone() for part in self._meet_alike("all_gather", x)]
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._meet_alike("all_gather", x))
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         x.copy_(self._meet_alike(f"broadcast({src})", x)[src])

@@ -574,7 +574,7 @@ class _Choice:
         own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
-        sent, rows = comm.sent_bytes, everyone.all_gather_rows(own)
+        sent, rows = comm.sent_bytes, everyone.all_gather(own)
         slowest = Numbers(*map(float, rows.max(0).values))
         before, was_settled, factor = self.tuner.current, self.tuner.is_settled, 1.0
         if seconds := self.tuner.probe_seconds:

@@ -50,7 +50,7 @@ SCRIPT = """
     for name, call in {
         "all_gather": lambda: comm.all_gather(x),
         "all_reduce": lambda: comm.all_reduce(x),
-        "all_to_all": lambda: comm.all_to_all([x] * size),
+        "all_to_all": lambda: comm.all_to_all(torch.stack([x] * size)),
         "exchange": lambda: comm.sendrecv(x, peer),
         "reduce_scatter_mean": lambda: comm.reduce_scatter_mean(x),
     }.items():

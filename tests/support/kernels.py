@@ -79,7 +79,7 @@ class Echo(Comm):
         x.mul_(self.size)
 
     def _all_gather(self, x):
-        return [x.clone() for _ in range(self.size)]
+        return torch.stack([x] * self.size)
 
     def _broadcast(self, x, src):
         pass
