@@ -32,7 +32,7 @@ from examples.models.gpt import GPT
 from lightning_sparse import Comm, Method, Reducer, UpdateRule
 from lightning_sparse.aggregators import Mean, TwoPass
 from lightning_sparse.compressors import TopK
-from lightning_sparse.compressors.base import Entries, Payload, Update
+from lightning_sparse.compressors.base import Entries, Payload, Update, add_
 from lightning_sparse.compressors.encoding import (
     decode_indices,
     decode_values,
@@ -139,6 +139,21 @@ class Shrinking(Residual):
         return super().compensate(grads, ctx)
 
 
+@dataclass(frozen=True)
+class Prepaid(Residual):
+    """Error feedback that pays momentum in advance: after u = g + e + p, the residual of a sent entry becomes −p.
+
+    The optimizer's momentum stays as it is, and its later changes repay −p. So all changes of a rank are sent, once.
+    """
+
+    depends_on_step = False
+
+    def update(self, u: Tensor, applied: Update, rounding_error: Update | None, ctx: Context) -> None:
+        add_(ctx.state["residual"], applied, -1)
+        if rounding_error is not None:
+            add_(ctx.state["residual"], rounding_error)
+
+
 WARMED = tuple(WARMUP_FACTORS), WARMUP_STEPS
 """The default density warm-up: factors on the density, and number of exchanges for each."""
 
@@ -159,6 +174,7 @@ class Idea(NamedTuple):
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
 AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
+PREPAID = "2-bit values, warm-up, momentum paid in advance"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
@@ -168,6 +184,7 @@ IDEAS: dict[str, Idea | None] = {
     "2-bit values, warm-up": Idea(warmup=WARMED),
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
     AT_ONCE: Idea(warmup=WARMED, variant=Variant(at_once=True)),
+    PREPAID: Idea(warmup=WARMED, variant=Variant(cleared=False), memory=Prepaid()),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
     "2-bit values, warm-up, batches of 64": Idea(warmup=WARMED, sequences=64),
@@ -257,6 +274,9 @@ TRIED = [
             [TWICE.format(second) for second in (3, 8)],
         ),
         (8, 300, 0.008, [0], round(update_density(8), 9), [AT_ONCE, "2-bit values, warm-up"]),
+        (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
+        (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
+        (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas

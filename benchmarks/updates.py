@@ -99,6 +99,7 @@ class Variant(NamedTuple):
     root: bool = False  # multiply each rank's update by √P
     payout: float | None = 1.0  # share of the unspent momentum in the payout; None: rescaled like the update
     at_once: bool = False  # rescale in full from the first step
+    cleared: bool = True  # clear the momentum of sent entries
     pays_always: bool = False  # use momentum payout at any density, and with any number of local steps
     weight_decay: float = 0.01
     decay_outside: bool = False  # apply weight decay after the exchange, equally on all ranks, not in the update
@@ -240,6 +241,8 @@ class TrialSegment(UpdateSegment):
                 self.factors.append(float(found[0].mean()))
             return found
 
+        if not self.variant.cleared:
+            moments.clear_ = lambda applied: None  # type: ignore[method-assign]
         if self.variant.at_once:
             moments.settled = 1
         moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import has_step_hooks, in_ddp_forward, version
+from lightning_sparse.comm import Comm
+from lightning_sparse.comm.broadcast import as_bytes
+from lightning_sparse.options import listed
 
 if TYPE_CHECKING:
     from lightning_sparse.hooks.update_exchange import UpdateExchanger
@@ -116,6 +121,43 @@ class UntrackedUpdateCheck:
                     f"configure_optimizers or attach_updates; or freeze it by requires_grad_(False)."
                 )
                 return
+
+
+SAMPLE, FEWEST = 1024, 64
+"""Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
+
+
+def warn_of_equal_updates(
+    comm: Comm, optimizer: Optimizer, changes: Mapping[str, tuple[Tensor, Tensor]], device: torch.device
+) -> None:
+    """Warn on rank 0 if all ranks have made the same update of a parameter. All ranks call it, after a step.
+
+    Call it after the second step: Adam's first step contains only the signs of gradients, which may be equal.
+
+    Args:
+        comm: the connection to the other ranks, which must be idle.
+        optimizer: the optimizer that has stepped.
+        changes: the weights before and after the step, by name; of one shape on all ranks.
+        device: the device of the exchange.
+    """
+    if comm.size == 1 or not changes:
+        return
+    rows = []
+    for before, after in changes.values():
+        w, x = (part.flatten()[:SAMPLE].cpu() for part in (before, after))
+        rows.append([zlib.crc32(as_bytes(x).numpy().data), int((w != x).sum()) >= FEWEST])
+    sent = comm.sent_bytes
+    found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
+    comm.sent_bytes = sent  # counts the bytes of steps only
+    equal = ((found == found[0]).all(0).all(1) & (found[0, :, 1] > 0)).tolist()
+    if comm.is_first and any(equal):
+        names = [*map(repr, itertools.compress(changes, equal))]
+        log.warning(
+            f"All ranks have made the same update of {listed(names)}. If they have the same batches, give each rank "
+            f"its part of the data, as DistributedSampler does. If "
+            f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost: let ranks exchange "
+            f"gradients instead, by exchange='gradient' of the strategy or by attach."
+        )
 
 
 class RefuseDDP:

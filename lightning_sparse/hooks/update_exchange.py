@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import logging
 import time
 import weakref
@@ -34,7 +35,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.equal_states import average_states, take_rank_0s
-from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck
+from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck, warn_of_equal_updates
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
@@ -298,6 +299,10 @@ class UpdateExchanger(Exchanger):
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
 
         def exchange() -> None:
+            is_second = self._steps[self.optimizers.index(optimizer)] == 2 * self._rule.local_steps
+            if is_second and not type(optimizer).__module__.startswith("torch.optim."):  # these may overlap on one rank
+                self.updates.wait()
+                warn_of_equal_updates(self.comm, optimizer, self.updates.changes(optimizer), self._session.device)
             overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
             if not self._rule.delayed and (buffers := self._buffers()):
                 broadcast(self.comm, [*buffers.values()], self._session.device)
@@ -485,9 +490,14 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
 
 
 def shares_steps(optimizer: Optimizer) -> bool:
-    """Return whether ranks share the work and the state of an optimizer's steps, as in ZeRO, judged by its name."""
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    return bool(names & {"ZeroRedundancyOptimizer", "OSS"})  # of torch, of fairscale
+    """Return whether each rank steps its part of the parameters for all ranks, as in ZeRO.
+
+    Torch and fairscale have such optimizers, known by their names. The step of others, such as Jordan's Muon, calls a
+    collective.
+    """
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    calls = getattr(inspect.unwrap(type(optimizer).step), "__code__", (lambda: None).__code__).co_names
+    return bool(kinds & {"ZeroRedundancyOptimizer", "OSS"} or {*calls} & {"all_gather", "all_gather_into_tensor"})
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:

@@ -168,6 +168,11 @@ class DeltaExchange:
         different = [flag for each in self.of(optimizer) for flag in each.differs]
         return torch.stack(different).any() if different else None
 
+    def changes(self, optimizer: Optimizer) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return an optimizer's weights of the last `begin`, and its present ones, by name."""
+        before = {name: w for each in self.of(optimizer) for name, w in each.weights.items()}
+        return {name: (w, local(self.parameters[name]).detach()) for name, w in before.items()}
+
     def refresh_parameters(self) -> None:
         """Add parameters that optimizers were given since the last step; call it before each step."""
         model = self._model()

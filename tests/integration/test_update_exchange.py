@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -1434,6 +1435,52 @@ def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
         assert not torch.equal(stock, Net().weights)
         assert "ZeroRedundancyOptimizer broadcasts each rank's part of the step to all ranks" in text
         assert "use AdamW itself" in text
+
+
+class Dividing(Unknown):
+    """Each rank steps its part of the parameters for all ranks, as Jordan's Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                if index % 2 == dist.get_rank():
+                    param -= group["lr"] * param.grad
+                every = [torch.empty_like(param) for _ in range(2)]
+                dist.all_gather(every, param)
+                param.copy_(every[index % 2])
+        return loss
+
+
+class Hidden(Unknown):
+    """As `Dividing`, but `step` itself calls no collective."""
+
+    def step(self, closure: Any = None) -> Any:
+        return Dividing.step(self, closure)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_whose_step_gathers_parameters_is_detected():
+    def run(rank: int) -> Any:
+        results = []
+        for kind, density in ((Dividing, None), (Dividing, 1.0), (Dividing, 0.5), (Hidden, 0.5), (SGD, 0.5)):
+            messages, net, strategy = Messages(), Net(kind, lr=0.01), "ddp"
+            if density is not None:
+                exchange: Any = "update" if kind is SGD else "auto"
+                options = {"exchange": exchange, "process_group_backend": "gloo"}
+                strategy = SparseDDPStrategy("topk", density=density, **options)
+            trainer(strategy, 2, max_steps=3).fit(net, Loader(rank, 2))
+            results.append((net.weights, messages.texts))
+        return results
+
+    (stock, ours, sparse, hidden, plain), (_, other, *_) = lightning_ranks(2, run)
+    torch.testing.assert_close(ours[0], stock[0])
+    assert torch.equal(ours[0], other[0])
+    assert "Dividing shares its steps among ranks, so ranks exchange gradients" in sparse[1][0]
+    (text,) = hidden[1]
+    assert re.search("All ranks have made the same update of .*'embedding.weight'", text)
+    assert "If Hidden exchanges its results among ranks, gradients are lost" in text
+    assert plain[1] == []
 
 
 def test_without_an_optimizer_nothing_changes():
