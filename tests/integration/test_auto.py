@@ -345,7 +345,8 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
         ("SparseAdam", 2, None, ["ddp", "topk"]),
         ("AdamW", 2, None, ["ddp", "ddp, bf16", "topk", "int8", "int4"]),
         ("AdamW", 2, "next_step", ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
-        ("Rprop", 2, None, ["ddp", "topk", "int8", "int4"]),
+        ("SGD", 2, None, ["ddp", "topk", "int8", "int4"]),
+        ("Rprop", 2, None, ["ddp", "int8", "int4"]),
         *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "topk"])], []),
     ],
 )
