@@ -34,6 +34,8 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.methods import Method
 
 DENSE = Method(Identity(), aggregator=AllReduceMean())
+MOST_PARAMS = 1e13
+"""Most parameters of a workload: more would take a long time to divide into segments."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ class Workload:
     @staticmethod
     def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25, *, shards: int = 1) -> Workload:
         """Return a workload of equal segments that arrive at equal intervals; `params` counts all shards."""
-        if params < 1 or not forward >= 0 or not backward >= 0 or shards < 1:
+        if not 1 <= params <= MOST_PARAMS or not forward >= 0 or not backward >= 0 or shards < 1:
             raise ValueError(
                 f"params={params!r}, forward={forward!r}, backward={backward!r}, shards={shards!r}: a model has at "
-                f"least one parameter and one shard, and times are 0 s or more."
+                f"least one parameter and one shard, at most {MOST_PARAMS:.0e} parameters, and times are 0 s or more."
             )
         params = math.ceil(params / shards)
         count = math.ceil(4 * params / (bucket_cap_mb * 2**20))

@@ -42,7 +42,7 @@ from lightning_sparse.kernels.messages import HEADER_BYTES, Parts
 T = TypeVar("T")
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
-    "learning rate, or clip the gradients; on_nonfinite='skip' leaves such steps out."
+    "learning rate, or clip the gradients. Strategies with on_nonfinite='skip' leave such steps out."
 )
 MESSAGES = 64
 """If messages take more than this part of the residual's bytes, no CUDA graph decodes them. It would keep a copy of

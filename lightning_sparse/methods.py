@@ -300,7 +300,7 @@ WARMUP_FACTORS, WARMUP_STEPS = (8, 4, 2), 15
 
 def update_density(ranks: int) -> float:
     """Return the default density of updates for a number of sending ranks."""
-    return UPDATE_DENSITY * math.sqrt(max(1.0, ranks / FEW_RANKS))
+    return min(1.0, UPDATE_DENSITY * math.sqrt(max(1.0, ranks / FEW_RANKS)))
 
 
 def resolve_updates(

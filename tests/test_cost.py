@@ -22,7 +22,7 @@ from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, matrices, step
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
-from lightning_sparse.methods import Method, resolve_updates
+from lightning_sparse.methods import Method, resolve_updates, update_density
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import full, in_diagonals, one_in, tiers
@@ -259,8 +259,10 @@ def test_a_thousand_workers():
 def test_bad_input():
     with pytest.raises(ValueError, match="bandwidth must be above 0"):
         Link(0)
-    with pytest.raises(ValueError, match="at least one parameter"):
-        Workload.even(0, 1, 1)
+    for params in (0, 10**30):
+        with pytest.raises(ValueError, match=r"at least one parameter .* at most 1e\+13 parameters"):
+            Workload.even(params, 1, 1)
+    assert update_density(500_000) == 1
     with pytest.raises(ValueError, match="workers=0"):
         step(DENSE, Workload.even(10, 1, 1), 0, Link(1), Costs())
 

@@ -46,6 +46,12 @@ STALE_AFTER_SECONDS = 2.0
 """Seconds that an error entry must remain unchanged before it is trusted. A stale entry is overwritten sooner."""
 
 
+EACH_PART = (
+    " All ranks of the default process group call attach_updates, each with its own group. If some do not train, make "
+    "a default group of the others."
+)
+
+
 class Handshake:
     """One rank's side of the comparison.
 
@@ -267,7 +273,7 @@ class Handshake:
         return (
             f"Rank {self._rank} waits for {rank_list(missing)} to attach{self._method}, for {seconds:.0f} s so far. "
             f"{seen}: {'they may be' if several else 'it may be'} {causes}, or using another strategy, such as stock "
-            f"'ddp'. All ranks need the same one."
+            f"'ddp'. All ranks need the same one.{EACH_PART * bool(self._part)}"
         )
 
     def _get(self, key: str) -> str:

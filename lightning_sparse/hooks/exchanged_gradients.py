@@ -121,10 +121,10 @@ class ExchangedGradients:
         waiting = [key for key in own if key in self._written]
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
         if changed := [key for key in waiting if self._has_changed(key)]:
-            how = "was changed before the step, as by clipping or by a hook of yours"
+            how = "was written before the step, as by clipping or by a hook of yours. If that changed it, the"
             self._warn(optimizer, changed[0], how)
         elif thrown_away:
-            how = "was thrown away: zero_grad came, and no step before it"
+            how = "was thrown away: zero_grad came, and no step before it. The"
             self._warn(optimizer, thrown_away[0], how, TAKE_TURNS)
         else:
             for key in waiting:
@@ -136,7 +136,7 @@ class ExchangedGradients:
         name, _ = self._params[key]
         self._end()  # the step hook stays, because torch iterates over the step hooks now
         log.warning(
-            f"A gradient of {name!r} that ranks exchanged for {type(optimizer).__name__} {how}. The "
+            f"A gradient of {name!r} that ranks exchanged for {type(optimizer).__name__} {how} "
             f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
             f"sent is lost. Set exchange='update' of the strategy, or in plain torch call attach_updates: then each "
             f"rank may change or drop its own gradient. To shorten gradients, set clip_norm, which does so before the "

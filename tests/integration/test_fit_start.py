@@ -183,7 +183,7 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
     }
     for name in CHANGED:
         dropped = "a step is left out" in name
-        how = "was thrown away: zero_grad came, and no step before it" if dropped else "was changed before the step"
+        how = "was thrown away: zero_grad came, and no step before it" if dropped else "was written before the step"
         assert f"exchanged for SGD {how}" in said[name][0]
         assert "exchange='update'" in said[name][0]
         assert "clip_norm" in said[name][0]

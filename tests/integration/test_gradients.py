@@ -516,7 +516,7 @@ def test_a_spike_that_a_hook_zeroes_comes_back_with_a_warning_and_not_at_all_whe
         for how in (strategy("ddp"), strategy("topk", 0.1), strategy("topk", 0.1, exchange="update")):
             messages, net = Messages(), Spike()
             trainer(how, 2).fit(net, Loader(rank, 2, 12))
-            warned = [text for text in messages.texts if "was changed before the step" in text]
+            warned = [text for text in messages.texts if "was written before the step" in text]
             found.append((net.zeroed, len(warned) == 1))
         return found
 
