@@ -125,7 +125,7 @@ TRIED = [
     ("interval", "adamw", ["sparseloco, every 50", "sparseloco, every 200"], [0.005, 0.01]),
     ("interval", "adamw", ["diloco, every 10", "diloco, every 200"], GRID[:2]),
     ("final", "adamw", [DEFAULT, GAUSSIANK], [0.002]),
-    ("four", "adamw", [DEFAULT], [0.004]),
+    ("four", "adamw", [DEFAULT], [0.004, 0.008]),
     ("eight", "adamw", [DEFAULT], [0.004, 0.008]),
     ("alone", "adamw", ["ddp"], [0.001, 0.002]),
     *(

@@ -590,7 +590,7 @@ def rates() -> str:
     """Final losses of `ddp` and of the default at several learning rates; seed 0."""
     trained = read("language").query(
         "seed == 0 and optimizer == 'adamw' and method in ['ddp', 'topk by default']"
-        " and part in ['final', 'eight', 'rates'] and step == steps"
+        " and part in ['final', 'four', 'eight', 'rates'] and step == steps"
     )
     rows = []
     for (workers, rate), runs in trained.groupby(["workers", "lr"]):
