@@ -47,8 +47,8 @@ STALE_AFTER_SECONDS = 2.0
 
 
 EACH_PART = (
-    " All ranks of the default process group call attach_updates, each with its own group. If some do not train, make "
-    "a default group of the others."
+    " All ranks of the default process group must attach, each with its own group. If some do not train, make a "
+    "default group of the others."
 )
 
 

@@ -36,7 +36,7 @@ class BoundedStore:
     def __init__(self, store: Store, seconds: float) -> None:
         self._store, self._seconds = store, seconds
         self._late: Future[Any] | None = None
-        self._gone: dist.DistError | None = None
+        self._gone: tuple[type[dist.DistError], str] | None = None
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
@@ -64,7 +64,8 @@ class BoundedStore:
 
     def _in_time(self, call: Callable[[], Any]) -> Any:
         if self._gone is not None:
-            raise self._gone.with_traceback(None)  # each raise makes the traceback longer
+            kind, text = self._gone
+            raise kind(text)
         if self._late is not None and not self._late.done():
             raise StoreTimeout
         answer = in_thread(call, "lightning_sparse store")
@@ -76,7 +77,7 @@ class BoundedStore:
             self._late = answer
             raise StoreTimeout from error
         except dist.DistError as error:
-            self._gone = error
+            self._gone = type(error), str(error)
             raise
 
 

@@ -7,7 +7,9 @@ import logging
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,37 +129,53 @@ SAMPLE, FEWEST = 1024, 64
 """Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
 
 
-def warn_of_equal_updates(
-    comm: Comm, optimizer: Optimizer, changes: Mapping[str, tuple[Tensor, Tensor]], device: torch.device
-) -> None:
-    """Warn on rank 0 if all ranks have made the same update of a parameter. All ranks call it, after a step.
+class EqualUpdateCheck:
+    """Warns on rank 0 if all ranks make the same update of a parameter in the second exchange of an optimizer.
 
-    Call it after the second step: Adam's first step contains only the signs of gradients, which may be equal.
-
-    Args:
-        comm: the connection to the other ranks, which must be idle.
-        optimizer: the optimizer that has stepped.
-        changes: the weights before and after the step, by name; of one shape on all ranks.
-        device: the device of the exchange.
+    Adam's first step contains only the signs of gradients, which may be equal. Torch's optimizers are not checked: they
+    exchange nothing, and their own exchange may overlap backward on some ranks.
     """
-    if comm.size == 1 or not changes:
-        return
-    rows = []
-    for before, after in changes.values():
-        w, x = (part.flatten()[:SAMPLE].cpu() for part in (before, after))
-        rows.append([zlib.crc32(as_bytes(x).numpy().data), int((w != x).sum()) >= FEWEST])
-    sent = comm.sent_bytes
-    found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
-    comm.sent_bytes = sent  # counts the bytes of steps only
-    equal = ((found == found[0]).all(0).all(1) & (found[0, :, 1] > 0)).tolist()
-    if comm.is_first and any(equal):
-        names = [*map(repr, itertools.compress(changes, equal))]
-        log.warning(
-            f"All ranks have made the same update of {listed(names)}. If they have the same batches, give each rank "
-            f"its part of the data, as DistributedSampler does. If "
-            f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost: let ranks exchange "
-            f"gradients instead, by exchange='gradient' of the strategy or by attach."
-        )
+
+    def __init__(self) -> None:
+        self._exchanges = Counter[Optimizer]()
+
+    def look(
+        self, optimizer: Optimizer, changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]]
+    ) -> Callable[[Comm, torch.device], None] | None:
+        """Note an exchange, before it begins; return a function that compares ranks, to call after it, or None.
+
+        Args:
+            optimizer: the optimizer that has stepped.
+            changes: returns the weights before and after the step, and the gradients, by name.
+        """
+        self._exchanges[optimizer] += 1
+        if self._exchanges[optimizer] != 2 or type(optimizer).__module__.startswith("torch.optim."):
+            return None
+        rows = []
+        for each in (found := changes()).values():
+            before, after, grad = (x.flatten()[:: max(1, x.numel() // SAMPLE)].cpu() for x in each)
+            stepped = (before != after) & (grad != 0)  # weight decay alone changes elements equally
+            digest = zlib.crc32(as_bytes(torch.where(stepped, after, 0)).numpy().data)
+            rows.append([digest, int(stepped.sum()) >= FEWEST])
+        return partial(self._compare, optimizer, [*found], rows)
+
+    def _compare(
+        self, optimizer: Optimizer, names: list[str], rows: list[list[int]], comm: Comm, device: torch.device
+    ) -> None:
+        """Compare ranks; all call it with the same names."""
+        if comm.size == 1 or not names:
+            return
+        sent = comm.sent_bytes
+        found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
+        comm.sent_bytes = sent  # counts the bytes of steps only
+        equal = ((found == found[0]).all(0).all(1) & (found[0, :, 1] > 0)).tolist()
+        if comm.is_first and any(equal):
+            log.warning(
+                f"All ranks have made the same update of {listed([*map(repr, itertools.compress(names, equal))])}. If "
+                f"they have the same batches, give each rank its part of the data, as DistributedSampler does. If "
+                f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost: let ranks exchange "
+                f"gradients instead, by exchange='gradient' of the strategy or by attach."
+            )
 
 
 class RefuseDDP:

@@ -35,7 +35,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.equal_states import average_states, take_rank_0s
-from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck, UntrackedUpdateCheck, warn_of_equal_updates
+from lightning_sparse.hooks.misuse import EqualUpdateCheck, UnattachedOptimizerCheck, UntrackedUpdateCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
@@ -178,7 +178,7 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._untracked = UntrackedUpdateCheck(others, self.updates.has)
+        self._checks = UntrackedUpdateCheck(others, self.updates.has), EqualUpdateCheck()
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
@@ -299,11 +299,11 @@ class UpdateExchanger(Exchanger):
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
 
         def exchange() -> None:
-            is_second = self._steps[self.optimizers.index(optimizer)] == 2 * self._rule.local_steps
-            if is_second and not type(optimizer).__module__.startswith("torch.optim."):  # these may overlap on one rank
-                self.updates.wait()
-                warn_of_equal_updates(self.comm, optimizer, self.updates.changes(optimizer), self._session.device)
+            compare = self._checks[1].look(optimizer, partial(self.updates.changes, optimizer))
             overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
+            if compare is not None:
+                self.updates.wait()
+                compare(self.comm, self._session.device)
             if not self._rule.delayed and (buffers := self._buffers()):
                 broadcast(self.comm, [*buffers.values()], self._session.device)
             if self._rates.are_due(self._rule.local_steps):
@@ -319,7 +319,7 @@ class UpdateExchanger(Exchanger):
     def _during(self, exchange: Callable[[], None]) -> None:
         """Run `exchange`, record its failure, and measure how long training waits."""
         self._begin_exchange()
-        self._untracked.look()
+        self._checks[0].look()
         started = time.perf_counter()
         try:
             exchange()
@@ -439,7 +439,7 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
         )
     for optimizer in optimizers:
-        if shares_steps(optimizer):
+        if is_zero(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} broadcasts each rank's part of the step to all ranks, so all ranks make "
                 f"the same update, and the gradients of other ranks are lost. Exchange gradients, by "
@@ -490,14 +490,17 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
 
 
 def shares_steps(optimizer: Optimizer) -> bool:
-    """Return whether each rank steps its part of the parameters for all ranks, as in ZeRO.
+    """Return whether each rank steps its part of the parameters for all ranks, and then gathers the other parts.
 
-    Torch and fairscale have such optimizers, known by their names. The step of others, such as Jordan's Muon, calls a
-    collective.
+    The name of the class or the code of its step says so. The second is a guess, as for Jordan's Muon.
     """
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    calls = getattr(inspect.unwrap(type(optimizer).step), "__code__", (lambda: None).__code__).co_names
-    return bool(kinds & {"ZeroRedundancyOptimizer", "OSS"} or {*calls} & {"all_gather", "all_gather_into_tensor"})
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    return is_zero(optimizer) or bool({*getattr(code, "co_names", ())} & {"all_gather", "all_gather_into_tensor"})
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is that of torch or of fairscale for ZeRO, judged by its name."""
+    return bool({kind.__name__ for kind in type(optimizer).__mro__} & {"ZeroRedundancyOptimizer", "OSS"})
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:

@@ -89,8 +89,8 @@ class StockTraining(Training):
             if param.requires_grad and param.grad is not None:
                 raise self.failed(
                     f"{name!r} was frozen when auto_ddp wrapped the model and takes gradients now: DDP does not "
-                    f"average them, so the ranks would drift apart. Unfreeze it before on_train_batch_start, and "
-                    f"auto_ddp wraps the model again. If a training step freezes and unfreezes it, take "
+                    f"average them, so the ranks would drift apart. Unfreeze it before fit or in "
+                    f"on_train_batch_start. If a training step freezes and unfreezes it, also take "
                     f"strategy='auto_ddp_find_unused_parameters_true'."
                 )
 

@@ -20,6 +20,10 @@ SIGNS = ("lion", "sign", "tiger", "rprop")
 """Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
+SHARED = "shares its steps among ranks"
+"""The reason of optimizers that step each parameter on one rank, for all ranks."""
+
+
 def takes_signs(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps by signs, judged by its name. RMSprop and AdamW do not."""
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
@@ -32,7 +36,7 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
     Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
     """
     if shares_steps(optimizer):
-        return "shares its steps among ranks"
+        return SHARED
     if evaluates_other_weights(optimizer):
         return "evaluates other weights than it trains"
     if scales_gradient(optimizer):
@@ -102,20 +106,20 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     shared = next((each for each in optimizers if shares_steps(each) and not scales_gradient(inner_of(each))), None)
     signs = next(filter(takes_signs, optimizers), None)
     evaluating = next(filter(evaluates_other_weights, optimizers), None)
-    if adaptive is not None:
+    if shared is not None:
+        inner, name = inner_of(shared), type(shared).__name__
+        other = f"use {type(inner).__name__} itself" if inner is not shared else "use an optimizer for one rank"
+        log.warning(
+            f"{name} {SHARED}, so ranks exchange gradients. It takes too large steps with gradients that arrive "
+            f"seldom. Take a method that sends every element, such as 'int4'; or {other}, and ranks exchange updates."
+        )
+    elif adaptive is not None:
         remedy = "Let ranks exchange updates, exchange='update', which needed no more"
         if share_parameters(optimizers):
             remedy = "Take a method that sends every element, such as 'int4', as optimizers share parameters here"
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
             f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}."
-        )
-    elif shared is not None:
-        inner = type(inner_of(shared)).__name__
-        log.warning(
-            f"{type(shared).__name__} shares its steps among ranks, so ranks exchange gradients. {inner} takes too "
-            f"large steps with gradients that arrive seldom. Take a method that sends every element, such as 'int4'; "
-            f"or use {inner} itself, and ranks exchange updates."
         )
     elif signs is not None:
         log.warning(

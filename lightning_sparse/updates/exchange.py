@@ -168,10 +168,13 @@ class DeltaExchange:
         different = [flag for each in self.of(optimizer) for flag in each.differs]
         return torch.stack(different).any() if different else None
 
-    def changes(self, optimizer: Optimizer) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return an optimizer's weights of the last `begin`, and its present ones, by name."""
-        before = {name: w for each in self.of(optimizer) for name, w in each.weights.items()}
-        return {name: (w, local(self.parameters[name]).detach()) for name, w in before.items()}
+    def changes(self, optimizer: Optimizer) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Return an optimizer's weights of the last `begin`, its present ones, and gradients, by name."""
+        found = {}
+        for name, w in ((name, w) for each in self.of(optimizer) for name, w in each.weights.items()):
+            param, grad = self.parameters[name], self.parameters[name].grad
+            found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
+        return found
 
     def refresh_parameters(self) -> None:
         """Add parameters that optimizers were given since the last step; call it before each step."""
