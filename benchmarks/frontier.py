@@ -276,7 +276,6 @@ TRIED = [
         (8, 300, 0.008, [0], round(update_density(8), 9), [AT_ONCE, "2-bit values, warm-up"]),
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
-        (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas
