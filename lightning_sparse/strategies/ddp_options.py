@@ -64,8 +64,8 @@ class DDPOptions:
         hierarchical: add up densely inside each node, and compress only between nodes. It is for several devices that
             share a network card. All nodes must have the same number of devices.
         exchange: the exchanged quantity: the "gradient", or the "update" that each rank's optimizer makes of its local
-            gradient. "auto" takes updates for a sparse method, but for some optimizers: SGD of torch, and optimizers that
-            take signs, share steps among ranks, or evaluate other weights.
+            gradient. "auto" takes updates for a sparse method, unless the optimizer is torch's SGD, takes signs, shares
+            its steps, or evaluates other weights.
         local_steps: number of optimizer steps before each exchange of updates; None takes the method's, mostly 1.
         overlap: the work during an exchange of updates. "backward": the rest of backward, unless something needs all
             gradients before a step. "next_step": the next step, for links of high latency; until the mean arrives, a
