@@ -492,10 +492,11 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
 def shares_steps(optimizer: Optimizer) -> bool:
     """Return whether each rank steps its part of the parameters for all ranks, and then gathers the other parts.
 
-    The name of the class or the code of its step says so. The second is a guess, as for Jordan's Muon.
+    The name of a class or the code of its step says so. The second is a guess, as for Jordan's Muon.
     """
-    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
-    return is_zero(optimizer) or bool({*getattr(code, "co_names", ())} & {"all_gather", "all_gather_into_tensor"})
+    steps = (inspect.unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    called = {name for step in steps for name in getattr(getattr(step, "__code__", None), "co_names", ())}
+    return is_zero(optimizer) or not called.isdisjoint({"all_gather", "all_gather_into_tensor"})
 
 
 def is_zero(optimizer: Optimizer) -> bool:
