@@ -208,12 +208,7 @@ class Reducer:
         assert self.layout is not None
         return self.gradient_check.agree_to_step(grads, unused, self.layout, self.comm, self.step)
 
-    def reduce_segment_(
-        self,
-        segment: Segment,
-        grads: list[Tensor],
-        unused: Collection[str] = (),
-    ) -> Update:
+    def reduce_segment_(self, segment: Segment, grads: list[Tensor], unused: Collection[str] = ()) -> Update:
         """Replace one segment's gradients by the agreed result, in place. The order of segments is equal on all ranks.
 
         Args:

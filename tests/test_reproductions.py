@@ -392,7 +392,7 @@ def test_processes_are_powers_of_two_up_to_the_cores(monkeypatch):
 
 
 def test_elias_code_by_hand():
-    """A number's binary digits, those of their number less one before it, and so on, and a 0 at the end."""
+    """The digits of a number, preceded by the code of their count minus one, and a 0 at the end."""
     lengths = {1: 1, 2: 3, 3: 3, 4: 6, 7: 6, 8: 7, 15: 7, 16: 11, 31: 11, 32: 12, 100: 13, 255: 14, 256: 16, 10**6: 31}
     assert memsgd.omega_bits(torch.tensor(list(lengths))).tolist() == list(lengths.values())
     # Levels 3 and -4 of 5 in the first bucket: distances 1 and 1, so 32 + (1 + 1 + 3) + (1 + 1 + 6) bits. In the second

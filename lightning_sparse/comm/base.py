@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -119,6 +120,13 @@ class Comm(abc.ABC):
             counted: whether this object's `sent_bytes` includes the group's bytes; False for ranks of one host.
         """
         return _SubComm(self, sorted(ranks), counted)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave `sent_bytes` as it is, because it counts the bytes of training steps only."""
+        sent = self.sent_bytes
+        yield
+        self.sent_bytes = sent
 
     def to_host_async(self, x: Tensor) -> Callable[[], list[Any]]:
         """Start copying a tensor to the host; return a function that waits for the copy and returns it as a list."""

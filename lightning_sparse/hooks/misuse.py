@@ -165,9 +165,8 @@ class EqualUpdateCheck:
         """Compare ranks; all call it with the same names."""
         if comm.size == 1 or not names:
             return
-        sent = comm.sent_bytes
-        found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
-        comm.sent_bytes = sent  # counts the bytes of steps only
+        with comm.uncounted():
+            found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
         equal = ((found == found[0]).all(0).all(1) & (found[0, :, 1] > 0)).tolist()
         if comm.is_first and any(equal):
             log.warning(

@@ -60,9 +60,9 @@ class Rates:
             self._warns_of_zero = False
             self._warn_of_zero()
         self._earlier = rates
-        sent, own = self._comm.sent_bytes, [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan]
-        every = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
-        self._comm.sent_bytes = sent  # counts the bytes of steps only
+        own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan]
+        with self._comm.uncounted():
+            every = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
         self._answer = self._comm.to_host_async(every)
 
     def _warn_of_zero(self) -> None:

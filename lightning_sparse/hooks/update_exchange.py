@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,13 @@ class Phase(enum.Enum):
     STEPPING = "an optimizer's step has begun"
     EXCHANGING = "weights differ among ranks until the exchange has ended"
     FAILED = "an exchange has failed"
+
+
+class _Checks(NamedTuple):
+    """The checks at each exchange."""
+
+    untracked: UntrackedUpdateCheck
+    equal: EqualUpdateCheck
 
 
 class _Buffers:
@@ -178,7 +185,7 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._checks = UntrackedUpdateCheck(others, self.updates.has), EqualUpdateCheck()
+        self._checks = _Checks(UntrackedUpdateCheck(others, self.updates.has), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
@@ -299,7 +306,7 @@ class UpdateExchanger(Exchanger):
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
 
         def exchange() -> None:
-            compare = self._checks[1].look(optimizer, partial(self.updates.changes, optimizer))
+            compare = self._checks.equal.look(optimizer, partial(self.updates.changes, optimizer))
             overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
             if compare is not None:
                 self.updates.wait()
@@ -319,7 +326,7 @@ class UpdateExchanger(Exchanger):
     def _during(self, exchange: Callable[[], None]) -> None:
         """Run `exchange`, record its failure, and measure how long training waits."""
         self._begin_exchange()
-        self._checks[0].look()
+        self._checks.untracked.look()
         started = time.perf_counter()
         try:
             exchange()

@@ -577,12 +577,11 @@ class _Choice:
         own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
-        sent, rows = comm.sent_bytes, everyone.all_gather(own)
-        slowest = Numbers(*map(float, rows.max(0).values))
         before, was_settled, factor = self.tuner.current, self.tuner.is_settled, 1.0
-        if seconds := self.tuner.probe_seconds:
-            factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
-        comm.sent_bytes = sent  # counts the bytes of steps only
+        with comm.uncounted():
+            slowest = Numbers(*map(float, everyone.all_gather(own).max(0).values))
+            if seconds := self.tuner.probe_seconds:
+                factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest.seconds:.3g} ms now"

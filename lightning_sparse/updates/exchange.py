@@ -171,9 +171,10 @@ class DeltaExchange:
     def changes(self, optimizer: Optimizer) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Return an optimizer's weights of the last `begin`, its present ones, and gradients, by name."""
         found = {}
-        for name, w in ((name, w) for each in self.of(optimizer) for name, w in each.weights.items()):
-            param, grad = self.parameters[name], self.parameters[name].grad
-            found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
+        for each in self.of(optimizer):
+            for name, w in each.weights.items():
+                param, grad = self.parameters[name], self.parameters[name].grad
+                found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
         return found
 
     def refresh_parameters(self) -> None:

@@ -1469,7 +1469,7 @@ class Hidden(Unknown):
 
 
 class WithClosure(Dividing):
-    """Adds what Lightning needs, and leaves the step to its base class."""
+    """Leaves the step to its base class."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)

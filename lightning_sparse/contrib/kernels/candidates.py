@@ -18,12 +18,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.select import (
-    count_reaching,
-    entries_reaching,
-    largest,
-    topk_from_maxima,
-)
+from lightning_sparse.kernels.select import count_reaching, entries_reaching, largest, topk_from_maxima
 
 
 def sampled(bits: Tensor, size: int, seed: int) -> Tensor:
