@@ -30,7 +30,7 @@ from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
 from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
 from examples.models.gpt import GPT
 from lightning_sparse import Comm, Method, Reducer, UpdateRule
-from lightning_sparse.aggregators import Mean, TwoPass
+from lightning_sparse.aggregators import Aggregator, Mean, TwoPass
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Entries, Payload, Update, add_
 from lightning_sparse.compressors.encoding import (
@@ -41,7 +41,9 @@ from lightning_sparse.compressors.encoding import (
     value_parts,
 )
 from lightning_sparse.context import Context
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.select import topk_indices
+from lightning_sparse.layout import Segment
 from lightning_sparse.memory import DecayingResidual, Residual
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, update_density
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -128,6 +130,37 @@ class Slices(TopK):
 
 
 @dataclass(frozen=True)
+class Shared(Aggregator[TopK]):
+    """All ranks send their values at every entry that one of them selects. The bytes hardly grow with P.
+
+    1. All ranks gather the indices that each has selected.
+    2. Each rank sends its values at all these indices, in 2 bits, to the owners of P equal parts.
+    3. The owners send the means, in 4 bits. They keep P times their rounding error in the residual.
+    """
+
+    def __call__(self, u: Tensor, compressor: TopK, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
+        numel, size, form = len(u), exchange.size, compressor.value_format
+        k = compressor.count(numel, ctx.density)
+        exchange.check_finite(u)
+        chosen = encode_indices(compressor.choose(u, k, ctx), numel, k, compressor.index_format)
+        counts, *gathered = exchange.all_gather((torch.tensor([k], dtype=torch.int32), *chosen))
+        shared = decode_indices(tuple(gathered), counts, numel, k, compressor.index_format).unique()
+        count, part = len(shared), -(-len(shared) // size)
+        values = encode_values(nn.functional.pad(u[shared], (0, part * size - count)).view(size, part), part, form)
+        sent = decode_values(values, part, form)
+        mean = decode_values(exchange.all_to_all(values), part, form).mean(0)
+        result = decode_values(exchange.all_gather(encode_values(mean, part, "int4")), part, "int4")
+        sent[exchange.rank] -= (mean - result[exchange.rank]) * size
+        return Entries(shared, result.flatten()[:count]), Entries(shared, sent.flatten()[:count])
+
+    def nbytes(self, compressor: TopK, segment: Segment, density: float | None, size: int) -> float:
+        return compressor.nbytes(segment, density) * size
+
+    def messages(self, size: int) -> int:
+        return 3 * (size - 1)
+
+
+@dataclass(frozen=True)
 class Shrinking(Residual):
     """Error feedback whose residual shrinks with the learning rate, as if it contained gradients."""
 
@@ -175,6 +208,7 @@ class Idea(NamedTuple):
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
 AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 PREPAID = "2-bit values, warm-up, momentum paid in advance"
+SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
@@ -196,6 +230,7 @@ IDEAS: dict[str, Idea | None] = {
         TWICE.format(second): Idea(warmup=WARMED, variant=Variant(aggregator=TwoPass(second=second)))
         for second in (3, 8)
     },
+    SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
         for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
@@ -276,6 +311,7 @@ TRIED = [
         (8, 300, 0.008, [0], round(update_density(8), 9), [AT_ONCE, "2-bit values, warm-up"]),
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
+        (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
     )
     for seed in seeds
     for idea in ideas

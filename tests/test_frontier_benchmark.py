@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from benchmarks import frontier
-from benchmarks.frontier import IDEAS, Neighbours, OneBit, Slices
+from benchmarks.frontier import IDEAS, Neighbours, OneBit, Shared, Slices
 from benchmarks.harness import results
 from benchmarks.harness.training import Data
 from benchmarks.language import LENGTH
 from benchmarks.updates import Run
+from lightning_sparse import Method, Reducer, simulate
+from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
+from lightning_sparse.memory import Residual
 from tests.support.tiers import one_in, tiers
 
 
@@ -39,6 +42,22 @@ def test_one_bit_by_hand():
     payload, update = OneBit(0.75).compress(torch.tensor([1.0, -2.0, 0.5, 6.0]), Context.of(4))
     assert update.values.tolist() == [3, -3, 3]
     assert payload[2].tolist() == [0b010, *[0] * 7]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1001])
+def test_values_of_all_ranks_at_shared_entries_lose_nothing(numel):
+    us = torch.randn(3, numel)
+
+    def take(comm):
+        reducer = Reducer(Method(TopK(0.1, value_format="int2"), Residual(), Shared()), comm, granularity="model")
+        grads = {"w": us[comm.rank].clone()}
+        reducer.reduce_(grads)
+        return grads["w"], reducer.states[0]["residual"]
+
+    results, residuals = zip(*simulate(3, take), strict=True)
+    assert results[0].any()
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert torch.allclose(us.sum(0), 3 * results[0] + sum(residuals), atol=1e-5)
 
 
 @one_in(2)

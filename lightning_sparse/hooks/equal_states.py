@@ -1,4 +1,4 @@
-"""Makes the states of optimizers and gradient scalers equal on all ranks: their means, or rank 0's."""
+"""Makes gradients and the states of optimizers and gradient scalers equal on all ranks: their means, or rank 0's."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     own = optimizer.state_dict()
     if not _are_equal(comm, own, params[0].device):
         _load(optimizer, params, _merged(own, _from_rank_0(comm, _sent(own))))
+
+
+@torch.no_grad()
+def average_waiting_gradients(comm: ProcessGroupComm, optimizers: Iterable[Optimizer]) -> None:
+    """Replace the gradients that wait for a step by their means over the ranks. All ranks call it.
+
+    A rank without a gradient counts as zeros. Sparse gradients stay: of replicas of shards there are none, and
+    DistributedDataParallel averages all of a gradient in the next backward pass.
+    """
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    waits = [param.grad is not None and not param.grad.is_sparse for param in params]
+    senders = comm.all_reduce(torch.tensor(waits, dtype=torch.float32, device=params[0].device)).tolist()
+    for param in (param for param, count in zip(params, senders, strict=True) if count):
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grad = local(param.grad)
+        grad.copy_(comm.all_reduce(grad.float().contiguous()).div_(comm.size))
 
 
 def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:

@@ -34,7 +34,7 @@ from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
-from lightning_sparse.hooks.equal_states import average_states, take_rank_0s
+from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
 from lightning_sparse.hooks.misuse import EqualUpdateCheck, UnattachedOptimizerCheck, UntrackedUpdateCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
@@ -374,14 +374,15 @@ class UpdateExchanger(Exchanger):
     def settle(self) -> None:
         """Leave no difference among ranks but in residuals, at the price of dense exchanges. Gradients may follow.
 
-        All ranks call it between steps. Pending updates are exchanged, and each rank takes the mean of the optimizers'
-        states. Gradient scalers take the loss scale of rank 0.
+        All ranks call it between steps. Pending updates are exchanged, and each rank takes the means of the optimizers'
+        states and of gradients that wait for a step. Gradient scalers take the loss scale of rank 0.
         """
         self.exchange_pending()
 
         def settle() -> None:
             for optimizer in self.optimizers:
                 average_states(self.comm, optimizer)
+            average_waiting_gradients(self.comm, self.optimizers)
             take_rank_0s(self.comm, scalers_of(self.optimizers))
 
         self._during(settle)

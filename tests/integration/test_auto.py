@@ -124,20 +124,27 @@ def settled(rank: int) -> list[bool]:
         net(torch.randn(4, 20)).pow(2).sum().backward()
         optimizer.step()
     before = [param.detach().clone() for param in net.parameters()]
-    moments = [optimizer.state[param]["exp_avg"].clone() for param in net.parameters()]
+    if rank:  # one rank has no gradient of a parameter, and no rank one of another
+        net[0].weight.grad = None
+    net[0].bias.grad = None
+    states = [
+        (optimizer.state[param]["exp_avg"].clone(), torch.zeros_like(param) if param.grad is None else param.grad + 0)
+        for param in net.parameters()
+    ]
     exchange_of(optimizer).settle()
     everything: list[Any] = [None] * 2
-    torch.distributed.all_gather_object(everything, moments)
-    found = []
+    torch.distributed.all_gather_object(everything, states)
+    found = [net[0].bias.grad is None]
     for param, weights, own, other in zip(net.parameters(), before, *everything, strict=True):
-        found.append(bool((own != other).any()))
+        found.append(bool((own[0] != other[0]).any()))
         found.append(torch.equal(param.detach(), weights))
-        found.append(torch.equal(optimizer.state[param]["exp_avg"], (own + other) / 2))
+        found.append(torch.equal(optimizer.state[param]["exp_avg"], (own[0] + other[0]) / 2))
+        found.append(param.grad is None or torch.equal(param.grad, (own[1] + other[1]) / 2))
     return found
 
 
-def test_settling_takes_the_mean_of_moments_and_leaves_the_weights():
-    assert run_ranks(2, settled) == [[True] * 12] * 2
+def test_settling_takes_the_means_of_moments_and_waiting_gradients_and_leaves_the_weights():
+    assert run_ranks(2, settled) == [[True] * 17] * 2
 
 
 class Keeps(torch.optim.AdamW):

@@ -179,14 +179,17 @@ def settled(rank: int, some: bool) -> list[bool]:
     before = own(model.parameters())
     if some and rank >= 2:
         optimizer.state.pop(next(model.parameters()))
+    gradients = among(group, own(param.grad for param in model.parameters()))  # as if they waited for a step
     exchange_of(optimizer).settle()
     after = own(optimizer.state[param]["exp_avg"] for param in model.parameters())
+    waiting = own(param.grad for param in model.parameters())
     weights = among(group, own(model.parameters()))
     for _ in steps(model, optimizer, rank, 4, 1):  # an error, if the optimizer had plain states of sharded parameters
         pass
     return [
         torch.equal(weights[0], before),
         torch.equal(*weights),
+        torch.equal(waiting.float(), sum(x.float() for x in gradients) / 2) and not torch.equal(*gradients),
         torch.allclose(after, moments[0] if some else sum(moments) / 2, rtol=1e-6, atol=1e-9),
         not torch.allclose(*moments, rtol=1e-2),
     ]
@@ -194,8 +197,8 @@ def settled(rank: int, some: bool) -> list[bool]:
 
 @full
 @pytest.mark.parametrize("some", [False, True])
-def test_settling_takes_the_means_of_replicas(some):
-    assert run_ranks(4, settled, some) == [[True] * 4] * 4
+def test_settling_takes_the_means_of_replicas_moments_and_gradients(some):
+    assert run_ranks(4, settled, some) == [[True] * 5] * 4
 
 
 def resumed(rank: int, folder: str, plan: list[str]) -> Any:
