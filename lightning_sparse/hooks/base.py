@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
 
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.hooks.session import Session
@@ -37,6 +40,10 @@ class Exchanger(abc.ABC):
     @abc.abstractmethod
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""
+
+    def waits(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether gradients that ranks have exchanged wait for a step. Only rank 0 knows."""
+        return False
 
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this rank."""

@@ -69,13 +69,18 @@ class ExchangedGradients:
             hook.remove()
         unwrap("step", self._scaled_step)
         unwrap("unscale_", self._unscale)
-        self._params = {}
+        self._params, self._written = {}, {}
 
     def on_exchange(self, names: Iterable[str]) -> None:
         """Record the gradients of these parameters, just after ranks have exchanged them."""
         chosen = set(names)
         self._note(key for key, (name, _) in self._params.items() if name in chosen)
         self._looked = False
+
+    def wait_for(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether exchanged gradients wait for a step of these optimizers."""
+        params = (param for each in optimizers for group in each.param_groups for param in group["params"])
+        return any(id(param) in self._written and param.grad is not None for param in params)
 
     def _note(self, keys: Iterable[int]) -> None:
         for key in keys:

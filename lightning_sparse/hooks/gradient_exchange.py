@@ -25,7 +25,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm.worker import Worker
@@ -224,6 +225,9 @@ class GradientExchanger(Exchanger):
         """Wait until the queue is empty, and return whether the residuals are consistent."""
         self._worker.join()
         return self.is_consistent
+
+    def waits(self, optimizers: Iterable[Optimizer]) -> bool:
+        return self._exchanged is not None and self._exchanged.wait_for(optimizers)
 
     def _fail_with(self, text: str) -> RuntimeError:
         error = RuntimeError(text)

@@ -8,7 +8,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lightning_sparse._compat import has_step_hooks, in_ddp_forward, version
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.options import listed
+from lightning_sparse.shards import local
 
 if TYPE_CHECKING:
     from lightning_sparse.hooks.update_exchange import UpdateExchanger
@@ -127,6 +128,8 @@ class UntrackedUpdateCheck:
 
 SAMPLE, FEWEST = 1024, 64
 """Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
+FEW = 8
+"""The fewest elements of a parameter that must have changed before a copy is looked for, and the most places."""
 
 
 class EqualUpdateCheck:
@@ -149,7 +152,7 @@ class EqualUpdateCheck:
             changes: returns the weights before and after the step, and the gradients, by name.
         """
         self._exchanges[optimizer] += 1
-        if self._exchanges[optimizer] != 2 or type(optimizer).__module__.startswith("torch.optim."):
+        if self._exchanges[optimizer] != 2 or _is_torchs(optimizer):
             return None
         rows = []
         for each in (found := changes()).values():
@@ -175,6 +178,71 @@ class EqualUpdateCheck:
                 f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost: let ranks exchange "
                 f"gradients instead, by exchange='gradient' of the strategy or by attach."
             )
+
+
+class CopiedWeightsCheck:
+    """Raises an error for an optimizer that computes weights from its own copy of them, such as an fp32 master copy.
+
+    An exchange does not change this copy, so each later delta would contain all entries again that were not sent, and
+    training would diverge. Such a copy equals the weights after each step. Slow weights, as Lookahead keeps them, equal
+    the weights after some steps only. Torch's optimizers keep no copy, and are not checked.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges, self._found = Counter[Optimizer](), Counter[Optimizer]()
+
+    def look(
+        self,
+        optimizer: Optimizer,
+        changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]],
+        params: Mapping[str, Tensor],
+    ) -> None:
+        """Look for a copy in the second and the third exchange of an optimizer, before the exchange begins.
+
+        Args:
+            optimizer, changes: see `EqualUpdateCheck.look`.
+            params: the parameters by name.
+        """
+        self._exchanges[optimizer] += 1
+        if self._exchanges[optimizer] not in (2, 3) or _is_torchs(optimizer):
+            return
+        changed = {name: after for name, (before, after, _) in changes().items() if (before != after).sum() >= FEW}
+        if not changed:
+            return
+        name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
+        others = (x for key, x in vars(optimizer).items() if key not in ("state", "param_groups"))
+        kept = [*_tensors(optimizer.state.get(params[name], {})), *_tensors([*others])]
+        self._found[optimizer] += any(_is_copy(local(x).detach(), changed[name]) for x in kept)
+        if self._found[optimizer] == 2:
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"{kind} keeps its own copy of {name!r} and computes the weights from it, but an exchange of updates "
+                f"does not change this copy: training would diverge. Let ranks exchange gradients, by "
+                f"strategy='int4_ddp' or strategy='ddp', and in plain torch by attach with method='int4'; or take an "
+                f"optimizer without such a copy, such as AdamW."
+            )
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """Return the tensors in an object made of dictionaries, lists and tuples."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping | list | tuple):
+        for each in x.values() if isinstance(x, Mapping) else x:
+            yield from _tensors(each)
+
+
+def _is_copy(x: Tensor, weights: Tensor) -> bool:
+    """Return whether a tensor has its own memory and contains these weights, rounded to their dtype, in one piece."""
+    flat, ours = x.reshape(-1).to(weights), weights.reshape(-1)
+    if x.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr() or len(flat) < len(ours):
+        return False
+    starts = (flat[: len(flat) - len(ours) + 1] == ours[0]).nonzero().flatten().tolist()
+    return any(torch.equal(flat[start : start + len(ours)], ours) for start in starts[:FEW])
 
 
 class RefuseDDP:

@@ -35,7 +35,12 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
-from lightning_sparse.hooks.misuse import EqualUpdateCheck, UnattachedOptimizerCheck, UntrackedUpdateCheck
+from lightning_sparse.hooks.misuse import (
+    CopiedWeightsCheck,
+    EqualUpdateCheck,
+    UnattachedOptimizerCheck,
+    UntrackedUpdateCheck,
+)
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
@@ -63,6 +68,7 @@ class _Checks(NamedTuple):
     """The checks at each exchange."""
 
     untracked: UntrackedUpdateCheck
+    copied: CopiedWeightsCheck
     equal: EqualUpdateCheck
 
 
@@ -185,7 +191,7 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._checks = _Checks(UntrackedUpdateCheck(others, self.updates.has), EqualUpdateCheck())
+        self._checks = _Checks(UntrackedUpdateCheck(others, self.updates.has), CopiedWeightsCheck(), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
@@ -306,7 +312,10 @@ class UpdateExchanger(Exchanger):
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
 
         def exchange() -> None:
-            compare = self._checks.equal.look(optimizer, partial(self.updates.changes, optimizer))
+            changes = partial(self.updates.changes, optimizer)
+            if _delays(self.reducer.method):
+                self._checks.copied.look(optimizer, changes, self.updates.parameters)
+            compare = self._checks.equal.look(optimizer, changes)
             overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
             if compare is not None:
                 self.updates.wait()
@@ -447,6 +456,12 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
         )
     for optimizer in optimizers:
+        if recomputes_weights(optimizer) and _delays(method):
+            raise ValueError(
+                f"{type(optimizer).__name__} {RECOMPUTES}, so an exchange of updates does not change its weights for "
+                f"good. Exchange gradients, by exchange='gradient' of the strategy or by attach; or use another "
+                f"optimizer, such as AdamW."
+            )
         if is_zero(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} broadcasts each rank's part of the step to all ranks, so all ranks make "
@@ -463,6 +478,11 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS keeps differences of gradients from step to step, and weights that other ranks change as well "
                 "make them wrong. Use an optimizer that needs one gradient a step, or train with strategy='ddp'."
             )
+
+
+def _delays(method: Method) -> bool:
+    """Return whether weights differ from those of the mean update: entries wait, or an outer step changes the mean."""
+    return method.is_sparse or method.rule.has_outer_step
 
 
 def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
@@ -495,6 +515,16 @@ def scales_gradient(optimizer: Optimizer) -> bool:
 def evaluates_other_weights(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has an `eval` that makes weights for evaluation, as schedule-free ones do."""
     return callable(getattr(optimizer, "eval", None))
+
+
+RECOMPUTES = "computes weights from the first ones and the sum of all gradients"
+"""The reason of optimizers whose steps do not start from the present weights."""
+
+
+def recomputes_weights(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is of the kind of dual averaging, judged by its name, as MADGRAD and FTRL are."""
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return any(each in name for name in names for each in ("madgrad", "ftrl", "dualaveraging", "dadaptadagrad"))
 
 
 def shares_steps(optimizer: Optimizer) -> bool:

@@ -199,7 +199,8 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
                 name: value for name, value in state.items() if any(value is each for each in training.optimizers)
             }
             if optimizers and (exchanger := training.exchanger) is not None:
-                parts.append(Part(exchanger.reducer, optimizers, exchanger.drain()))
+                is_consistent = exchanger.drain()
+                parts.append(Part(exchanger.reducer, optimizers, is_consistent, exchanger.waits(training.optimizers)))
         return parts
 
 

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.update_exchange import evaluates_other_weights, inner_of, scales_gradient, shares_steps
+from lightning_sparse.hooks.update_exchange import (
+    RECOMPUTES,
+    evaluates_other_weights,
+    inner_of,
+    recomputes_weights,
+    scales_gradient,
+    shares_steps,
+)
 from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
@@ -20,8 +27,9 @@ SIGNS = ("lion", "sign", "tiger", "rprop")
 """Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
+EVALUATES = "evaluates other weights than it trains"
 SHARED = "shares its steps among ranks"
-"""The reason of optimizers that step each parameter on one rank, for all ranks."""
+"""The reasons of schedule-free optimizers, and of optimizers that step each parameter on one rank, for all ranks."""
 
 
 def takes_signs(optimizer: Optimizer) -> bool:
@@ -37,8 +45,10 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
     """
     if shares_steps(optimizer):
         return SHARED
+    if recomputes_weights(optimizer):
+        return RECOMPUTES
     if evaluates_other_weights(optimizer):
-        return "evaluates other weights than it trains"
+        return EVALUATES
     if scales_gradient(optimizer):
         return "scales the gradient"
     if takes_signs(optimizer):
@@ -105,13 +115,13 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
     shared = next((each for each in optimizers if shares_steps(each) and not scales_gradient(inner_of(each))), None)
     signs = next(filter(takes_signs, optimizers), None)
-    evaluating = next(filter(evaluates_other_weights, optimizers), None)
+    other = next((each for each in optimizers if reason_for_gradients(each) in (EVALUATES, RECOMPUTES)), None)
     if shared is not None:
         inner, name = inner_of(shared), type(shared).__name__
-        other = f"use {type(inner).__name__} itself" if inner is not shared else "use an optimizer for one rank"
+        instead = f"use {type(inner).__name__} itself" if inner is not shared else "use an optimizer for one rank"
         log.warning(
             f"{name} {SHARED}, so ranks exchange gradients. It takes too large steps with gradients that arrive "
-            f"seldom. Take a method that sends every element, such as 'int4'; or {other}, and ranks exchange updates."
+            f"seldom. Take a method that sends every element, such as 'int4'; or {instead}, and ranks exchange updates."
         )
     elif adaptive is not None:
         remedy = "Let ranks exchange updates, exchange='update', which needed no more"
@@ -127,11 +137,10 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
             f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, "
             f"such as 'int4'."
         )
-    elif evaluating is not None:
+    elif other is not None:
         log.warning(
-            f"{type(evaluating).__name__} evaluates other weights than it trains, so ranks exchange gradients. If it "
-            f"divides by past gradients, sparse ones make its steps too large: take a method that sends every element, "
-            f"such as 'int4'."
+            f"{type(other).__name__} {reason_for_gradients(other)}, so ranks exchange gradients. If it divides by past "
+            f"gradients, sparse ones make its steps too large: take a method that sends every element, such as 'int4'."
         )
 
 

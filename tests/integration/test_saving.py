@@ -293,6 +293,24 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
 
 
+@pytest.mark.parametrize(("exchange", "expected"), [("gradient", 2), ("update", 0)])
+def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, expected, tmp_path):
+    class Saving(pl.Callback):
+        def save(self, trainer, *_):
+            trainer.save_checkpoint(tmp_path / "now.ckpt")
+
+        on_before_optimizer_step = on_train_batch_end = save  # in the step, and after it
+
+    def rank(rank):
+        _, records = with_warnings(
+            fit, "topk", rank, ours={"exchange": exchange}, callbacks=[Saving()], max_epochs=1, batches=2
+        )
+        return [text for text in records if "is saved between a backward pass and the optimizer's step" in text]
+
+    first, second = lightning_ranks(2, rank)
+    assert (len(first), second) == (expected, [])
+
+
 class FailingOutsideSteps(Net):
     """Raises an error on rank 1 while the other ranks wait for it in a collective of Lightning, or in none."""
 

@@ -43,6 +43,7 @@ from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, G
 from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
+from lightning_sparse.hooks.update_exchange import RECOMPUTES, check_updates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.fit_checks import reason_for_gradients
@@ -1404,14 +1405,92 @@ SCALES, SIGNS = "scales the gradient", "takes signs"
         *((name, Unknown, SIGNS) for name in ("Lion", "DAdaptLion", "SignSGD", "Tiger")),
         ("Mine", torch.optim.Rprop, SIGNS),
         ("ZeroRedundancyOptimizer", Unknown, "shares its steps among ranks"),
+        *((name, Unknown, RECOMPUTES) for name in ("MADGRAD", "FTRL", "MirrorMADGRAD")),
     ],
 )
 def test_updates_are_exchanged_unless_an_optimizer_is_known_to_want_gradients(name, base, expected):
     optimizer = type(name, (base,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
     assert reason_for_gradients(optimizer) == expected
     type(optimizer).eval = lambda self: None  # makes weights of each rank's own state
-    if name != "ZeroRedundancyOptimizer":
+    if expected not in ("shares its steps among ranks", RECOMPUTES):
         assert reason_for_gradients(optimizer) == "evaluates other weights than it trains"
+
+
+class Master(torch.optim.AdamW):
+    """Steps fp32 copies of the weights, and then copies them into the weights."""
+
+    def copies(self) -> list[Tensor]:
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("master", param.detach().clone())
+        return [self.state[param]["master"] for param in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        copies, params = self.copies(), self.param_groups[0]["params"]
+        torch._foreach_add_(copies, [param.grad for param in params], alpha=-0.01)
+        torch._foreach_copy_(params, copies)
+        return loss
+
+
+class Flat(Master):
+    """Keeps its copies in one tensor."""
+
+    def copies(self) -> list[Tensor]:
+        params = self.param_groups[0]["params"]
+        if not hasattr(self, "groups"):
+            self.groups = [{"flat": torch.cat([param.detach().flatten() for param in params])}]
+        parts = self.groups[0]["flat"].split([param.numel() for param in params])
+        return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+
+class Slow(torch.optim.AdamW):
+    """Keeps slow weights, as Lookahead does, and the first weights, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        before = [param.detach().clone() for param in self.param_groups[0]["params"]]
+        loss = super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        for param, first in zip(self.param_groups[0]["params"], before, strict=True):
+            self.state[param].setdefault("first", first)
+            slow = self.state[param].setdefault("slow", first.clone())
+            if self.steps % 2 == 0:
+                param.copy_(slow.lerp_(param, 0.5))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "method", "refused"),
+    [
+        (Master, "topk", True),
+        (Flat, "topk", True),
+        (Slow, "topk", False),
+        *in_full((torch.optim.AdamW, "topk", False), (Master, "local_sgd", False), (Master, "diloco", True)),
+    ],
+)
+def test_an_optimizer_that_steps_its_own_copy_of_the_weights_is_refused(optimizer, method, refused):
+    def run(rank: int) -> Any:
+        options = {"local_steps": 1} if method == "local_sgd" else {"local_steps": 2} if method == "diloco" else {}
+        strategy, net = SparseDDPStrategy(method, process_group_backend="gloo", **options), Net(optimizer, lr=0.01)
+        try:
+            trainer(strategy, 2, max_steps=8).fit(net, Loader(rank, 2))
+        except Exception as error:
+            return str(error), rank
+        return "", net.weights
+
+    (first, weights), (second, other) = lightning_ranks(2, run)
+    for text in (first, second):
+        assert bool(text) == refused
+        assert not refused or f"{optimizer.__name__} keeps its own copy of '" in text
+    assert refused or torch.equal(weights, other)
+
+
+def test_an_optimizer_that_recomputes_weights_exchanges_gradients():
+    optimizer = type("MADGRAD", (Unknown,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="MADGRAD computes weights from the first ones and the sum of all gradients"):
+        check_updates(method("topk"), [optimizer])
+    check_updates(method("local_sgd"), [optimizer])  # no entry waits, and the mean is applied as it is
 
 
 def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
