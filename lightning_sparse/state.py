@@ -139,8 +139,9 @@ class SegmentStates:
         for name in fitting & saved["elements"].keys():
             per_param = saved["elements"][name]
             if set(per_param) != set(layout.names):
-                odd = sorted(set(per_param) ^ set(layout.names))
-                raise ValueError(f"Reducer state and model differ in their parameters: {', '.join(odd)}.")
+                odd, lacking = sorted(set(per_param) ^ set(layout.names)), set(per_param) - set(layout.names)
+                remedy = " If one is frozen now, let it require gradients before training begins." if lacking else ""
+                raise ValueError(f"Reducer state and model differ in their parameters: {', '.join(odd)}.{remedy}")
             for segment in layout.segments:
                 for param, shape in zip(segment.names, segment.shapes, strict=True):
                     if tuple(per_param[param].shape) != shape:

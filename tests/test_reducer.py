@@ -186,7 +186,7 @@ def test_without_memory_nothing_is_kept():
         ({"rank": 1}, "state has rank 1, but 0 is needed"),
         ({"size": 3}, "state has size 3, but 1 is needed"),
         ({"version": 1}, "state has version 1, but 2 is needed"),
-        ({"elements": {"residual": {"v": torch.zeros(4)}}}, "differ in their parameters: v, w"),
+        ({"elements": {"residual": {"v": torch.zeros(4)}}}, "differ in their parameters: v, w. If one is frozen now"),
         ({"elements": {"residual": {"w": torch.zeros(5)}}}, r"'w' has shape \(5,\), not \(4,\)"),
     ],
 )
