@@ -78,7 +78,10 @@ class Parser(LightningArgumentParser):
                 "\nA further command is `advise`; see `advise --help`. To reproduce findings of papers, run "
                 "`python -m reproductions` in a clone of the repository."
             )
-        unknown = re.search(r"option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
+        if "has no option 'density'" in message:
+            message += "\nIf an earlier file gives the density, write `density: null` next to `method:`."
+        # Our constructors write "has no option", and say themselves what to do.
+        unknown = re.search(r"(?<!has no )option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # A nested parser parses the options of a nested class, and the outer parser quotes its message.
         if unknown and "Did you mean" not in message and "dict_kwargs" not in message:
             subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]

@@ -217,6 +217,22 @@ def test_an_option_of_a_method_in_the_wrong_place_is_told_the_right_one(tmp_path
     assert "Did you mean" not in message
 
 
+def test_a_density_of_an_earlier_file_for_a_method_without_density(capsys):
+    to_int4 = "--trainer.strategy.method=int4"
+    message = error_of(capsys, to_int4)
+    assert "Method 'int4' has no option 'density'" in message
+    assert "write `density: null` next to `method:`." in message
+    assert "dict_kwargs" not in message
+    printed = config_of(capsys, to_int4, "--trainer.strategy.density=null")
+    assert printed["trainer"]["strategy"]["init_args"]["density"] is None
+
+
+def test_an_option_that_no_chosen_method_has_is_already_in_its_place(capsys):
+    message = error_of(capsys, "--trainer.strategy.dict_kwargs.levels=7")
+    assert "'levels' is an option of qsgd" in message
+    assert "put it under" not in message
+
+
 def test_nothing_is_said_to_be_near_what_is_far(capsys):
     message = error_of(capsys, "--xyzzy=3")
     assert "--xyzzy" in message
