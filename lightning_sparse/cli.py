@@ -52,6 +52,8 @@ else:
 
 
 PROGRAM = "python -m lightning_sparse"
+NAMES = ("auto", *METHODS)
+"""The starts of the names of strategies, before _ddp or _hsdp."""
 
 
 class Parser(LightningArgumentParser):
@@ -123,11 +125,17 @@ class CLI(LightningCLI):
                 f"density. It comes from the command line or from an earlier file. Add `density: null` next to "
                 f"`method:`."
             )
+        if isinstance(name, str) and name.endswith("Strategy"):
+            self.parser.error(
+                f"Strategy {name!r} is the name of a class: write `--trainer.strategy.class_path {name}`, or in a file "
+                f"`class_path: {name}` under `strategy:`."
+            )
         if isinstance(name, str) and name.lower() not in ("auto", *StrategyRegistry):
             self.parser.error(
-                f"Strategy {name!r} is not known; choose from ddp, {', '.join(f'{method}_ddp' for method in METHODS)}, "
-                f"the same with _spawn, _fork, _notebook, _find_unused_parameters_true or _false, and Lightning's "
-                f"others. For a class write `class_path:`." + did_you_mean(name.lower(), StrategyRegistry)
+                f"Strategy {name!r} is not known; choose from ddp, {', '.join(f'{start}_ddp' for start in NAMES)}, "
+                f"the same with _spawn, _fork, _notebook, _find_unused_parameters_true or _false, auto and most "
+                f"methods with _hsdp in place of _ddp, and Lightning's others. For a class write `class_path:`."
+                + did_you_mean(name.lower(), StrategyRegistry)
             )
 
     def instantiate_classes(self) -> None:
@@ -166,7 +174,7 @@ def main(args: ArgsType = None) -> None:
         parser_kwargs={
             "prog": PROGRAM,
             "description": "Train with PyTorch Lightning over slow links. "
-            f"Besides Lightning's own strategies there are {', '.join(f'{method}_ddp' for method in METHODS)}. "
+            f"Besides Lightning's own strategies there are {', '.join(f'{start}_ddp' for start in NAMES)}. "
             "To find out which is fastest on your link: python -m lightning_sparse advise --help.",
         },
         # With a logger each run has its own folder. Without one, a second run would fail because the file exists.

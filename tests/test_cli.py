@@ -241,10 +241,17 @@ def test_nothing_is_said_to_be_near_what_is_far(capsys):
 
 def test_an_unknown_strategy_lists_the_known_ones(capsys):
     message = error_of(capsys, "--trainer.strategy=quick_ddp")
-    assert (
-        "Strategy 'quick_ddp' is not known; choose from ddp, dense_ddp, topk_ddp, gaussiank_ddp, chunktopk_ddp"
-        in message
-    )
+    assert "Strategy 'quick_ddp' is not known; choose from ddp, auto_ddp, dense_ddp, topk_ddp, gaussiank_ddp" in message
+    assert "_hsdp in place of _ddp" in message
+
+
+@pytest.mark.parametrize("name", ["SparseDDPStrategy", "AutoDDPStrategy", "SparseHSDPStrategy", "AutoHSDPStrategy"])
+def test_the_name_of_a_class_in_place_of_a_strategys_name(name, capsys):
+    message = error_of(capsys, f"--trainer.strategy={name}")
+    assert f"write `--trainer.strategy.class_path {name}`" in message
+    assert "Did you mean" not in message
+    printed = config_of(capsys, "--trainer.strategy=ddp", f"--trainer.strategy.class_path={name}")
+    assert printed["trainer"]["strategy"]["class_path"] == f"lightning_sparse.{name}"
 
 
 @pytest.mark.parametrize(
