@@ -82,6 +82,12 @@ class Parser(LightningArgumentParser):
             )
         if "has no option 'density'" in message:
             message += "\nIf an earlier file gives the density, write `density: null` next to `method:`."
+        named = re.search(r"Expected a dot import path string: (\w+)", message)
+        if named and named[1].lower() in StrategyRegistry:
+            entry = StrategyRegistry[named[1].lower()]
+            same = {"class_path": entry["strategy"].__name__, **entry["init_params"]}
+            message += f"\nStrategy {named[1]!r} is a name, which has no options. To set options, write its class: "
+            message += " ".join(f"--trainer.strategy.{option}={value}" for option, value in same.items())
         # Our constructors write "has no option", and say themselves what to do.
         unknown = re.search(r"(?<!has no )option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # A nested parser parses the options of a nested class, and the outer parser quotes its message.

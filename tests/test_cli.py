@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import yaml
+from pytorch_lightning.strategies import StrategyRegistry
 
 import examples.data
 import examples.models
@@ -225,6 +226,17 @@ def test_a_density_of_an_earlier_file_for_a_method_without_density(capsys):
     assert "dict_kwargs" not in message
     printed = config_of(capsys, to_int4, "--trainer.strategy.density=null")
     assert printed["trainer"]["strategy"]["init_args"]["density"] is None
+
+
+@pytest.mark.parametrize("name", ["topk_ddp", "AUTO_HSDP", "int4_ddp_spawn_find_unused_parameters_true", "ddp"])
+def test_options_beside_a_strategys_name_are_told_its_class(name, capsys):
+    message = error_of(capsys, f"--trainer.strategy={name}", "--trainer.strategy.timeout=9")
+    said, _, arguments = message.partition(", write its class: ")
+    assert f"{name!r} is a name, which has no options. To set options" in said
+    printed = config_of(capsys, "--trainer.strategy=ddp", *arguments.split())["trainer"]["strategy"]
+    known = StrategyRegistry[name.lower()]
+    assert printed["class_path"].endswith(known["strategy"].__name__)
+    assert printed["init_args"].items() >= known["init_params"].items()
 
 
 def test_an_option_that_no_chosen_method_has_is_already_in_its_place(capsys):
