@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse._compat import has_step_hooks, in_ddp_forward, version
+from lightning_sparse._compat import in_ddp_forward, version
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.options import listed
@@ -34,12 +34,6 @@ def check_optimizers(given: Any) -> Sequence[Optimizer]:
     optimizers = [given] if isinstance(given, Optimizer) else given
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"attach_updates(optimizer={type(given).__name__}(...)): give an optimizer, or a list of them.")
-    for each in optimizers:
-        if not has_step_hooks(each):  # such as accelerate's AcceleratedOptimizer
-            raise TypeError(
-                f"attach_updates got a {type(each).__name__}, which only wraps an optimizer. Give the optimizer that "
-                f"is in it, often {type(each).__name__}.optimizer."
-            )
     return optimizers
 
 

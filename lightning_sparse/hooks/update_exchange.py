@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import (
     backend_name,
+    has_step_hooks,
     have_hooks_called,
     initializes_state,
     register_first,
@@ -449,28 +450,35 @@ class UpdateExchanger(Exchanger):
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless a method can exchange the updates of these optimizers."""
+    """Raise ValueError or TypeError unless a method can exchange the updates of these optimizers."""
     if not method.aggregator.averages:
         raise ValueError(
             f"{method} makes no mean of what ranks send, so it cannot exchange updates. Exchange gradients, by "
             f"exchange='gradient' of the strategy or by attach; or take another method, such as 'topk'."
         )
     for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not has_step_hooks(optimizer):  # such as accelerate's AcceleratedOptimizer
+            raise TypeError(
+                f"{name} calls no hooks of torch around its steps, so its updates cannot be exchanged. If it wraps an "
+                f"optimizer, give attach_updates that one, often {name}.optimizer. Otherwise let its constructor "
+                f"call torch's; or exchange gradients, by exchange='gradient' of the strategy or by attach."
+            )
         if recomputes_weights(optimizer) and _delays(method):
             raise ValueError(
-                f"{type(optimizer).__name__} {RECOMPUTES}, so an exchange of updates does not change its weights for "
-                f"good. Exchange gradients, by exchange='gradient' of the strategy or by attach; or use another "
-                f"optimizer, such as AdamW."
+                f"{name} {RECOMPUTES}, so an exchange of updates does not change its weights for good. Exchange "
+                f"gradients, by exchange='gradient' of the strategy or by attach; or use another optimizer, such as "
+                f"AdamW."
             )
         if is_zero(optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} broadcasts each rank's part of the step to all ranks, so all ranks make "
+                f"{name} broadcasts each rank's part of the step to all ranks, so all ranks make "
                 f"the same update, and the gradients of other ranks are lost. Exchange gradients, by "
                 f"exchange='gradient' of the strategy or by attach; or use {type(inner_of(optimizer)).__name__} itself."
             )
         if exchange_of(optimizer) is not None:
             raise ValueError(
-                f"The updates of this {type(optimizer).__name__} are exchanged already: attach_updates was called with "
+                f"The updates of this {name} are exchanged already: attach_updates was called with "
                 f"it before. Once is enough; for other settings make a new optimizer."
             )
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import has_step_hooks
 from lightning_sparse.hooks.update_exchange import (
     RECOMPUTES,
     evaluates_other_weights,
@@ -27,9 +28,15 @@ SIGNS = ("lion", "sign", "tiger", "rprop")
 """Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
-EVALUATES = "evaluates other weights than it trains"
 SHARED = "shares its steps among ranks"
-"""The reasons of schedule-free optimizers, and of optimizers that step each parameter on one rank, for all ranks."""
+"""The reason of optimizers that step each parameter on one rank, for all ranks."""
+UNHOOKED = "calls no hooks of torch"
+"""The reason of objects that only resemble an optimizer, and of subclasses that do not call torch's constructor."""
+REMEDIES = {
+    SHARED: "use an optimizer for one rank",
+    UNHOOKED: "let its constructor call torch's",
+    RECOMPUTES: "use another one, such as AdamW",
+}
 
 
 def takes_signs(optimizer: Optimizer) -> bool:
@@ -38,17 +45,24 @@ def takes_signs(optimizer: Optimizer) -> bool:
     return any(each in name for name in names for each in SIGNS)
 
 
+def reason_against_updates(optimizer: Optimizer) -> str | None:
+    """Return the reason why an optimizer's updates cannot be exchanged; None if there is none."""
+    if not has_step_hooks(optimizer):
+        return UNHOOKED
+    if shares_steps(optimizer):
+        return SHARED
+    return RECOMPUTES if recomputes_weights(optimizer) else None
+
+
 def reason_for_gradients(optimizer: Optimizer) -> str | None:
     """Return the reason to exchange gradients with this optimizer; None if updates are better.
 
     Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
     """
-    if shares_steps(optimizer):
-        return SHARED
-    if recomputes_weights(optimizer):
-        return RECOMPUTES
+    if reason := reason_against_updates(optimizer):
+        return reason
     if evaluates_other_weights(optimizer):
-        return EVALUATES
+        return "evaluates other weights than it trains"
     if scales_gradient(optimizer):
         return "scales the gradient"
     if takes_signs(optimizer):
@@ -113,15 +127,16 @@ def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
 def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
     adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
-    shared = next((each for each in optimizers if shares_steps(each) and not scales_gradient(inner_of(each))), None)
+    barred = (each for each in optimizers if reason_against_updates(each) and not scales_gradient(inner_of(each)))
     signs = next(filter(takes_signs, optimizers), None)
-    other = next((each for each in optimizers if reason_for_gradients(each) in (EVALUATES, RECOMPUTES)), None)
-    if shared is not None:
-        inner, name = inner_of(shared), type(shared).__name__
-        instead = f"use {type(inner).__name__} itself" if inner is not shared else "use an optimizer for one rank"
+    evaluating = next(filter(evaluates_other_weights, optimizers), None)
+    if (other := next(barred, None)) is not None:
+        inner, reason = inner_of(other), reason_against_updates(other) or ""
+        remedy = REMEDIES[reason] if inner is other else f"use {type(inner).__name__} itself"
         log.warning(
-            f"{name} {SHARED}, so ranks exchange gradients. It takes too large steps with gradients that arrive "
-            f"seldom. Take a method that sends every element, such as 'int4'; or {instead}, and ranks exchange updates."
+            f"{type(other).__name__} {reason}, so ranks exchange gradients. It takes too large steps with gradients "
+            f"that arrive seldom. Take a method that sends every element, such as 'int4'; or {remedy}, and ranks "
+            f"exchange updates."
         )
     elif adaptive is not None:
         remedy = "Let ranks exchange updates, exchange='update', which needed no more"
@@ -137,10 +152,11 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
             f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, "
             f"such as 'int4'."
         )
-    elif other is not None:
+    elif evaluating is not None:
         log.warning(
-            f"{type(other).__name__} {reason_for_gradients(other)}, so ranks exchange gradients. If it divides by past "
-            f"gradients, sparse ones make its steps too large: take a method that sends every element, such as 'int4'."
+            f"{type(evaluating).__name__} evaluates other weights than it trains, so ranks exchange gradients. If it "
+            f"divides by past gradients, sparse ones make its steps too large: take a method that sends every element, "
+            f"such as 'int4'."
         )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.aggregators import TwoLevel
-from lightning_sparse.hooks.update_exchange import check_updates, shares_steps
+from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import Method, resolve_method, resolve_updates
 from lightning_sparse.options import ExchangeMode, Overlap, ReducerOptions, check, check_optional
-from lightning_sparse.strategies.fit_checks import SHARED, reason_for_gradients, share_parameters
+from lightning_sparse.strategies.fit_checks import reason_against_updates, reason_for_gradients, share_parameters
 from lightning_sparse.update_rule import UpdateRule
 
 
@@ -89,8 +89,8 @@ class StrategyOptions:
         if share_parameters(optimizers):
             names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
             return "gradient", f"the optimizers: {names} share parameters"
-        if shared := next(filter(shares_steps, optimizers), None):
-            return "gradient", f"the optimizer: {type(shared).__name__} {SHARED}"
+        if barred := next(filter(reason_against_updates, optimizers), None):
+            return "gradient", f"the optimizer: {type(barred).__name__} {reason_against_updates(barred)}"
         stepping = [optimizer for optimizer in optimizers if optimizer.param_groups]  # Lightning's stand-in has none
         reasons = [(type(optimizer).__name__, reason_for_gradients(optimizer)) for optimizer in stepping]
         if others := [name for name, reason in reasons if reason is None]:

@@ -114,7 +114,7 @@ def replaced_parameters(net: nn.Module) -> Any:
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
         (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
-        (wrapped, "TypeError", "attach_updates got a Wrapper, which only wraps an optimizer"),
+        (wrapped, "TypeError", "Wrapper calls no hooks of torch around its steps, so its updates cannot be exchanged"),
         (no_optimizer, "TypeError", "attach_updates(optimizer=generator(...)): give an optimizer, or a list"),
         (replaced_parameters, "ValueError", "AdamW no longer steps '2.weight', '2.bias', which it stepped when"),
     ],

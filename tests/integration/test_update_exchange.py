@@ -1517,6 +1517,48 @@ def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
         assert "use AdamW itself" in text
 
 
+class Unhooked(torch.optim.Optimizer):
+    """Like apex's LARC, does not call torch's constructor, and so calls no hooks."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.AdamW(params, lr)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_hooks_trains_as_with_ddp_and_auto_ddp_takes_it():
+    """Its updates cannot be exchanged, also beside an optimizer with hooks."""
+    options = StrategyOptions("topk", None, {}, ReducerOptions())
+    ours, torchs = (kind([torch.ones(1, requires_grad=True)], lr=0.1) for kind in (Unhooked, torch.optim.AdamW))
+    assert options.choose([torchs, ours]) == ("gradient", "the optimizer: Unhooked calls no hooks of torch")
+
+    def run(rank: int) -> Any:
+        gloo = partial(SparseDDPStrategy, process_group_backend="gloo")
+        strategies = ("ddp", "auto_ddp", gloo("topk", density=1.0), gloo("topk"), gloo("topk", exchange="update"))
+        results: list[Any] = []
+        for strategy in strategies:
+            net, messages = Net(Unhooked, lr=0.01), Messages()
+            try:
+                trainer(strategy, 2, max_steps=3).fit(net, Loader(rank, 2))
+            except TypeError as error:
+                return [*results, str(error)]
+            results.append((net.weights, messages.texts))
+        return results
+
+    for number, ((stock, _), (auto, _), (all_of_it, _), (_, warnings), text) in enumerate(lightning_ranks(2, run)):
+        assert torch.equal(auto, stock)
+        torch.testing.assert_close(all_of_it, stock)
+        assert any("Unhooked calls no hooks of torch, so ranks exchange gradients" in x for x in warnings) == (
+            number == 0
+        )
+        assert "Unhooked calls no hooks of torch around its steps, so its updates cannot be exchanged" in text
+
+
 class Dividing(Unknown):
     """Each rank steps its part of the parameters for all ranks, as Jordan's Muon does."""
 
