@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.comm.worker import Worker
+from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import reduced_parameters
 from lightning_sparse.hooks.session import Session
@@ -41,7 +43,12 @@ class StockExchanger(Exchanger):
     ) -> None:
         self.note, self._share = note, share
         device = next(iter(params.values())).device
-        self._session = Session(lambda: params, method("dense"), options, device=device, **session)
+        # The reducer only counts bytes, as fp32. It refuses other dtypes, which dense averages support.
+        counted = {
+            name: x if x.dtype in REDUCIBLE else torch.empty((), device=device).expand(x.nbytes // 4)
+            for name, x in params.items()
+        }
+        self._session = Session(lambda: counted, method("dense"), options, device=device, **session)
         self._responder = Worker(look=self._session.look)
         self._responder.start()
 

@@ -39,6 +39,7 @@ from lightning_sparse._compat import ddp_options, parameters_by_name
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
+from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
@@ -505,6 +506,7 @@ class _Choice:
         params = [*strategy.lightning_module.parameters()]
         trains = any(id(param) in stepped and param.requires_grad for param in params)
         trains &= not any(map(is_lazy, params))  # of DDP's errors, that for these is clear
+        trains &= all(param.dtype in REDUCIBLE for param in params if param.requires_grad)
         if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, ranks)
         names = [*self.options]
@@ -521,7 +523,8 @@ class _Choice:
             first = TOPK
         resumed = loaded.choice if loaded.choice in names else ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
-        why = "the checkpoint" if resumed else "the link" if len(names) > 1 else "the optimizer or the number of ranks"
+        only = "the model, the optimizer or the number of ranks"
+        why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     def forget(self) -> None:

@@ -333,7 +333,20 @@ class SparseEmbedding(Net):
         return torch.optim.SparseAdam(self.embedding.parameters(), 0.01)
 
 
-MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding}
+class Complex(Net):
+    """It trains a complex parameter and a single number in float64, which only dense averages support."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0)))
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        turned = (self.embedding(batch[0]) * self.turn).real * self.scale.float()
+        return nn.functional.cross_entropy(self.layers(turned), batch[1])
+
+
+MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding, "complex numbers": Complex}
 
 
 def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
@@ -349,6 +362,7 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
         ("AdamW", 1, None, ["ddp"]),
         ("LBFGS", 2, None, ["ddp"]),
         ("no optimizer", 2, None, ["ddp"]),
+        ("complex numbers", 2, None, ["ddp"]),
         ("SparseAdam", 2, None, ["ddp", "topk"]),
         ("AdamW", 2, None, ["ddp", "ddp, bf16", "topk", "int8", "int4"]),
         ("AdamW", 2, "next_step", ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
@@ -576,6 +590,19 @@ def test_an_embedding_with_sparse_gradients_is_trained_with_and_without_compress
     assert torch.equal(switched, others[0])
     assert torch.equal(measured, others[1])
     assert stock.shape == measured.shape
+
+
+def complex_numbers(rank: int) -> Any:
+    ours, theirs = Complex(), Complex()
+    watch = fit(ours, auto([]), rank)
+    fit(theirs, "ddp", rank)
+    equal = [torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    nbytes = sum(param.nbytes for param in ours.parameters())
+    return all(equal), not torch.equal(ours.turn, Complex().turn), watch.sent[-1] - watch.sent[-2] == nbytes
+
+
+def test_complex_and_double_parameters_train_as_with_ddp():
+    assert lightning_ranks(2, complex_numbers) == [(True, True, True)] * 2
 
 
 def finds_a_rate(rank: int, folder: Path) -> Any:
