@@ -55,6 +55,9 @@ class GradientExchanger(Exchanger):
         ddp: the wrapped model.
         params: its parameters by name.
         rates: compares the learning rates of the optimizers.
+
+    Attributes:
+        params: the given parameters.
     """
 
     note = "Gradients are exchanged."
@@ -67,7 +70,7 @@ class GradientExchanger(Exchanger):
         params: Mapping[str, Tensor],
         rates: Rates,
     ) -> None:
-        self._session, self._params = session, params  # a reference keeps the ids valid
+        self._session, self.params = session, params  # a reference keeps the ids valid
         self._name_of = {id(param): name for name, param in params.items()}
         self._frozen = {
             name: param
@@ -193,12 +196,12 @@ class GradientExchanger(Exchanger):
         self._worker.join()
         if self._session.error is not None or self.reductions > before:
             return
-        late = {name: param for name, param in self._params.items() if name not in self._step.arrived}
+        late = {name: param for name, param in self.params.items() if name not in self._step.arrived}
         where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
         # DDP does not deliver a bucket with a missing gradient, so some late parameters are not the cause.
         unused = [repr(name) for name, param in late.items() if param.grad is None or not param.requires_grad]
         remedy = "If that is meant, set find_unused_parameters=True, with static_graph=False."
-        if self._finds_unused or len(unused) == len(self._params):
+        if self._finds_unused or len(unused) == len(self.params):
             remedy = (
                 "The loss does not depend on all that the model returned, and find_unused_parameters=True does not "
                 "help there. Let the loss touch the parameters: loss + 0 * output.sum(), for each output."

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import has_step_hooks
@@ -20,6 +21,7 @@ from lightning_sparse.hooks.update_exchange import (
 from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
+from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded
 
 log = logging.getLogger(__name__)
@@ -169,6 +171,23 @@ def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None
         log.warning(
             f"{type(with_momentum[0]).__name__} has a momentum, and {method} keeps another one: a GPT ended 0.5 above "
             f"dense training beside AdamW. Give the optimizer none, as SGD with momentum=0."
+        )
+
+
+def warn_of_unstepped(params: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Warn if optimizers step some parameters with sparse gradients, but not the others.
+
+    Args:
+        params: the parameters whose gradients are exchanged, by name.
+        optimizers: their optimizers. If these step copies of the parameters, there is no warning.
+    """
+    stepped = parameters_of(optimizers)
+    alone = [repr(name) for name, param in params.items() if id(param) not in stepped]
+    if 0 < len(alone) < len(params):
+        log.warning(
+            f"{listed(alone)} require gradients but are in no optimizer: their gradients take the place of others "
+            f"among the sent entries, so training is slower. Freeze them by requires_grad_(False) before fit or "
+            f"fabric.setup; or give them to an optimizer."
         )
 
 

@@ -21,6 +21,7 @@ from lightning_sparse.strategies.fit_checks import (
     closure_called_twice_message,
     warn_of_sparse_gradients,
     warn_of_two_momenta,
+    warn_of_unstepped,
 )
 from lightning_sparse.strategies.training import Training
 
@@ -50,6 +51,7 @@ class GradientTraining(Training):
         self._strategy, self._method = strategy, method
         self.optimizers: list[Optimizer] = optimizers
         self._own_scaler: torch.amp.GradScaler | None = None  # the model's, after its first scaled loss
+        self._has_stepped = False
         self._reductions = 0  # number of reduced steps before the present backward pass
         self._model_name = type(ddp.module).__name__
         scaler = strategy.scaler
@@ -61,6 +63,10 @@ class GradientTraining(Training):
             from_rank_0=initial_states(ddp, ddp_options(strategy)),
             optimizers=optimizers,
         )
+
+    @property
+    def _is_sparse(self) -> bool:
+        return (self._method.density or 1) < 1
 
     def begin(self) -> None:
         wrap("scale", self._scaled_loss)
@@ -76,7 +82,7 @@ class GradientTraining(Training):
     def _warn_of_optimizers(self) -> None:
         """Warn on rank 0 of optimizers that do not go with the method."""
         if self._strategy.global_rank == 0:
-            if (self._method.density or 1) < 1:
+            if self._is_sparse:
                 warn_of_sparse_gradients(self.optimizers)
             warn_of_two_momenta(self.optimizers, self._method)
 
@@ -130,6 +136,10 @@ class GradientTraining(Training):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.exchanger.reductions
+        if not self._has_stepped:  # by now, Fabric has set up all optimizers
+            self._has_stepped = True
+            if self._strategy.global_rank == 0 and self._is_sparse:
+                warn_of_unstepped(self.exchanger.params, self.optimizers)
 
         def once() -> Any:
             if self._method.compresses and self.exchanger.reductions > before:

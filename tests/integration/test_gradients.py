@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric import Fabric
 from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_sparse import Comm, Reducer, SparseDDPStrategy, attach, attach_updates, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, GradientDistribution
 from lightning_sparse.hooks import rates
+from lightning_sparse.strategies import FabricSparseDDPStrategy
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -731,6 +733,43 @@ def test_adam_is_warned_about():
     assert second == [[], [], []]
     assert [len(texts) for texts in first] == [1, 0, 0]
     assert "AdamW takes too large steps" in first[0][0]
+
+
+class Head(Net):
+    """Its embedding requires gradients, but the optimizer does not get it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SGD(self.layers.parameters(), lr=0.05)
+
+
+def in_two(rank: int) -> None:
+    """Give Fabric the optimizers of a model one after the other."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricSparseDDPStrategy("topk", exchange="gradient"))
+    fabric.launch()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = fabric.setup_module(net)
+    optimizers = [fabric.setup_optimizers(SGD(part.parameters(), lr=0.1)) for part in net]
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_trained_parameters_without_an_optimizer_are_warned_of_with_sparse_gradients():
+    def rank(rank: int) -> list[list[str]]:
+        seen = []
+        for name, net in (("topk", Head()), ("int4", Head()), ("topk", Net()), ("topk", Gan())):
+            messages = Messages()
+            trainer(strategy(name, 0.1, find_unused_parameters=True), 2, max_steps=4).fit(net, Loader(rank, 2, 4))
+            seen.append(messages.texts)
+        messages = Messages()
+        in_two(rank)
+        return [*seen, messages.texts]
+
+    (warned, *silent), others = lightning_ranks(2, rank)
+    (text,) = warned
+    assert text.startswith("'embedding.weight' require gradients but are in no optimizer")
+    assert silent == [[]] * 4
+    assert others == [[]] * 5
 
 
 class Steep(Net):
