@@ -111,12 +111,13 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         group: the ranks that hold the same part of the model.
 
     Raises:
-        TypeError, ValueError: see `check_averages`.
+        TypeError, ValueError: see `check_averages`. A backward pass raises it, too, if parameters were unfrozen.
     """
     check_averages(model, group)
-    modules, size = _of_fsdp("FSDPModule", model), dist.get_world_size(group)
+    modules, size, others = _of_fsdp("FSDPModule", model), dist.get_world_size(group), _not_averaged(model)
 
     def average(gradient: Tensor) -> None:
+        _check_frozen(others)
         dist.all_reduce(gradient, group=group)
         gradient.div_(size)
 
@@ -128,10 +129,20 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 def check_averages(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise TypeError or ValueError, see `check_group`, also if FSDP2 does not shard a trained parameter."""
     check_group(model, group)
+    _check_frozen(_not_averaged(model))
+
+
+def _not_averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that FSDP2 does not shard, by name."""
     modules = _of_fsdp("FSDPModule", model)
     averaged = {id(param) for module in modules for param in module.parameters() if is_sharded(param)}
-    for name, param in model.named_parameters():
-        if param.requires_grad and id(param) not in averaged:
+    return {name: param for name, param in model.named_parameters() if id(param) not in averaged}
+
+
+def _check_frozen(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a parameter that FSDP2 does not shard requires gradients."""
+    for name, param in params.items():
+        if param.requires_grad:
             raise ValueError(
                 f"{name!r} is in no module of fully_shard, which averages gradients, so replicas would differ in it. "
                 f"Call fully_shard with the module that holds it; or freeze it by requires_grad_(False)."
@@ -209,8 +220,15 @@ def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                 f"group=mesh['replicate'].get_group(), and shard over the mesh of one replica, fully_shard(module, "
                 f"mesh=mesh['shard'])."
             )
-    whole = [name for name, param in model.named_parameters() if param.requires_grad and name not in shards]
-    if whole and _of_fsdp("FSDPModule", model) and any(mesh.size() > 1 for mesh in meshes.values()):
+    check_all_sharded(model)
+
+
+def check_all_sharded(model: nn.Module) -> None:
+    """Raise ValueError if FSDP2 shards some parameters of a model, but not a trained one."""
+    named: dict[str, Any] = dict(model.named_parameters())
+    meshes = [param.device_mesh for param in named.values() if is_sharded(param)]
+    whole = [name for name, param in named.items() if param.requires_grad and not is_sharded(param)]
+    if whole and _of_fsdp("FSDPModule", model) and any(mesh.size() > 1 for mesh in meshes):
         raise ValueError(
             f"{whole[0]!r} is not sharded, but other parameters are: FSDP2 averages its gradient over no ranks, so its "
             f"copies within a replica would differ. Call fully_shard with the module that holds it, without "

@@ -30,7 +30,7 @@ from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
-from lightning_sparse.shards import like, local, locals_of
+from lightning_sparse.shards import check_all_sharded, like, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
@@ -147,6 +147,7 @@ class DeltaExchange:
         for each in self.of(optimizer):
             frozen = {name for name in each.segment.names if not self.parameters[name].requires_grad}
             if frozen != each.frozen:
+                self._check_trained()
                 self.complete()  # a pending exchange has no update of a frozen parameter
                 if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it differently
                     self._new += each.frozen - frozen
@@ -183,6 +184,7 @@ class DeltaExchange:
         present = ids_of_exchanged(self._optimizers)
         if model is None or present == {*map(id, self.parameters.values())}:
             return
+        self._check_trained()
         if self.is_pending:
             self.complete()
         if lost := [name for name, param in self.parameters.items() if id(param) not in present]:
@@ -206,6 +208,12 @@ class DeltaExchange:
         self._lay_out({**weights, **new}, optimizer_of)
         for each in self.segments:
             each.frozen = frozen.intersection(each.segment.names)
+
+    def _check_trained(self) -> None:
+        """Raise ValueError if a parameter was added or unfrozen whose copies within a replica would differ."""
+        if (model := self._model()) is not None:
+            reshard(model)
+            check_all_sharded(model)
 
     # After a step:
 

@@ -15,6 +15,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
@@ -435,6 +436,33 @@ def test_a_model_that_is_not_sharded_is_an_error(method):
     for error in lightning_ranks(4, lambda rank: attempt(lambda: fitted(hsdp(method), Whole()))):
         assert "whose 'net.0.weight' is not sharded over the mesh dimension 'data_parallel', the ranks [" in error
         assert "In configure_model, call fully_shard(" in error
+
+
+class Unfrozen(Module):
+    """Unfreezes a layer that is not sharded after two steps."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = net()
+            self.net[0].requires_grad_(False)
+            for layer in (self.net[2], self.net[4]):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        self.net[0].requires_grad_(index >= 2)
+
+
+def unfrozen(rank: int, method: str) -> Any:
+    module = Unfrozen()
+    return attempt(lambda: fitted(hsdp(method), module)), len(module.seen)
+
+
+@full
+@pytest.mark.parametrize("method", ["topk", "dense"])
+def test_a_layer_that_is_not_sharded_cannot_be_unfrozen(method):
+    for error, seen in lightning_ranks(4, unfrozen, method):
+        assert "ValueError: 'net.0.weight' is " in error
+        assert seen == 3
 
 
 def odd_mesh(rank: int) -> Any:

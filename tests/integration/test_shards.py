@@ -28,7 +28,7 @@ from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_
 from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import Session
-from lightning_sparse.shards import local
+from lightning_sparse.shards import average_gradients, local
 from lightning_sparse.update_rule import UpdateRule
 from tests.integration.failing import SOON, end_like_a_script, note
 from tests.processes import run_ranks
@@ -398,6 +398,39 @@ def after_validation(rank: int) -> list[bool]:
 
 def test_a_forward_pass_after_an_exchange_uses_its_weights():
     assert run_ranks(4, after_validation) == [[True, True]] * 4
+
+
+def unfrozen(rank: int, way: str) -> tuple[str, str]:
+    """Unfreeze a layer that is not sharded; return the errors of a step before and of one after it."""
+    mesh, model = mesh_of(), net()
+    for layer in (model[2], model[4]):
+        fully_shard(layer, mesh=mesh["shard"])
+    first = model[0].requires_grad_(False)
+    own_params = model.parameters() if way == "in the optimizer" else [*model[2].parameters(), *model[4].parameters()]
+    optimizer = torch.optim.AdamW(own_params, 0.01)
+    if way == "averages":
+        average_gradients(model, mesh["replicate"].get_group())
+    else:
+        attach_updates(model, optimizer, EXACT, group=mesh["replicate"].get_group())
+
+    def step() -> None:
+        loss_of(model, 0, rank, 4).backward()
+        optimizer.step()
+
+    before = attempt(step)
+    first.requires_grad_(True)
+    if way != "in the optimizer":
+        optimizer.add_param_group({"params": [*first.parameters()]})
+    return before, attempt(step)
+
+
+@pytest.mark.parametrize("way", tiers(["in the optimizer", "added", "averages"], ["added", "averages"]))
+def test_a_layer_that_is_not_sharded_cannot_be_unfrozen(way):
+    text = "'0.weight' is in no module of" if way == "averages" else "'0.weight' is not sharded, but other parameters"
+    for found in run_ranks(4, unfrozen, way):
+        assert not isinstance(found, BaseException), found
+        assert found[0] == ""
+        assert text in found[1]
 
 
 def bad_input(rank: int, names: list[str]) -> dict[str, str]:
