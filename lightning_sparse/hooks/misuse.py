@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse._compat import in_ddp_forward, version
+from lightning_sparse._compat import in_ddp_forward, initializes_state, version
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.options import listed
@@ -69,7 +69,7 @@ class UnattachedOptimizerCheck:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._own:
             self._inside, self._steps = True, self._steps + 1
-        else:
+        elif not initializes_state():  # torch creates the state by a step that changes nothing
             self._steps_before[id(optimizer)] = self._steps
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -523,6 +523,30 @@ def test_other_saves_and_loads(tmp_path):
     assert len([*(tmp_path / "whole.ckpt.residuals").iterdir()]) == 4, "the save that failed has left no files"
 
 
+def test_a_load_before_the_optimizer_is_set_up(tmp_path):
+    """Torch makes an optimizer's state by a step when it loads one."""
+
+    def run(rank: int) -> Any:
+        fabric, model, optimizer = set_up(hsdp(**SPARSE))
+        train(fabric, model, optimizer, count=2)
+        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        saved = weights(model)
+        fabric = launched(hsdp(**SPARSE))
+        model = fabric.setup_module(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fabric.load(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        loaded, optimizer = weights(model), fabric.setup_optimizers(optimizer)
+        train(fabric, model, optimizer, count=2, first=2)
+        return saved, loaded, optimizer.param_groups[0]["lr"], weights(model)
+
+    ranks = lightning_ranks(4, run)
+    for saved, loaded, lr, now in ranks:
+        assert equal(saved, loaded)
+        assert lr == 0.01
+        assert equal(now, ranks[0][3])
+        assert not equal(now, saved)
+
+
 @full
 def test_a_part_of_the_optimizers_is_saved_and_loaded_without_residuals(tmp_path):
     def run(rank: int) -> Any:
