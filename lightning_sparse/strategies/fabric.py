@@ -177,13 +177,14 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         rest: dict[str, Any] = self._checkpoints.together(partial(load, path, held, *args, **kwargs), path)
         state.update((name, value) for name, value in held.items() if name not in loaded)
         infos = rest.pop(sidecars.KEY, None)
+        known = infos if isinstance(infos, Mapping) else {}
+        self._warn_of_early_load(path, {name: state.get(name) for name in known if name not in loaded})
         for part in parts:
             states = {name: loaded[name].state for name in part.optimizers if loaded[name].state is not None}
             remedy = f"fabric.load({str(path)!r}, {{'model': model}})"
             self._checkpoints.load_together(
                 part.optimizers, states, partial(_load_states, part.optimizers, states), path, remedy
             )
-            known = infos if isinstance(infos, Mapping) else {}
             info = next((known[name] for name in part.optimizers if name in known), None)
             self._checkpoints.load(part, info, states, path)
         for training in self._trainings.values():

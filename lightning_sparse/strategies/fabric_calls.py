@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -27,6 +28,8 @@ from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.gradient_training import GradientTraining
 from lightning_sparse.strategies.training import Training, enabled_scaler
 from lightning_sparse.strategies.update_training import UpdateTraining
+
+log = logging.getLogger(__name__)
 
 
 class _Waiting:
@@ -236,6 +239,28 @@ class FabricCalls:
     def _exchange_pending(self) -> None:
         for training in self._trainings.values():
             training.exchange_pending()
+
+    def _warn_of_early_load(self, path: Any, state: Mapping[str, Any]) -> bool:
+        """Warn on rank 0 of residuals that are not loaded, because their optimizer is not set up yet.
+
+        Args:
+            path: path of the checkpoint.
+            state: the objects that have residuals in the checkpoint.
+
+        Returns:
+            Whether there is such an optimizer.
+        """
+        known = [each for training in self._trainings.values() for each in training.optimizers]
+        given = [value for value in state.values() if isinstance(value, Optimizer)]
+        early = next((value for value in given if not any(value is each for each in known)), None)
+        if early is None or not self._options.method.compresses:
+            return False
+        if self.is_global_zero:
+            log.warning(
+                f"The residuals of {str(path)!r} are not loaded, because its {type(early).__name__} is not set up: "
+                f"call fabric.setup, or fabric.setup_optimizers, before fabric.load."
+            )
+        return True
 
     def _is_set_up(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Module) and value in self._trainings

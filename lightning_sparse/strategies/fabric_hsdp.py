@@ -190,8 +190,11 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         info = rest.pop(sidecars.KEY, None)
         if (found := self._resumed(state)) is not None:
             self._load_replica(path, info, *found)
-        elif info is not None and _has_optimizer(state) and self.global_rank == 0:
-            self.inform(f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model.")
+        elif info is not None:
+            is_early = self._warn_of_early_load(path, state)
+            if _has_optimizer(state) and not is_early and self.global_rank == 0:
+                why = "the state lacks an optimizer of the model"
+                self.inform(f"The residuals of {str(path)!r} are not loaded: {why}.")
         for training in self._trainings.values():
             training.begin()  # from replica 0's weights
         return rest

@@ -544,6 +544,33 @@ def test_messages_about_checkpoints(tmp_path):
     assert not (tmp_path / "weights.ckpt.residuals").exists()
 
 
+@pytest.mark.parametrize(
+    ("exchange", "method"),
+    tiers([("update", "topk"), ("gradient", "topk"), ("gradient", "dense")], [("update", "topk")]),
+)
+def test_a_load_before_setup_is_warned_about(exchange, method, tmp_path):
+    """Of dense averages there are no residuals, and no warning."""
+
+    def run(rank: int) -> Any:
+        options = {"exchange": exchange, "method": method, "density": None if method == "dense" else 0.05}
+        fabric, module = launched(sparse(**options)), net(exchange)
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        fabric.load(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        fabric, module, messages = launched(sparse(**options)), net(exchange), Messages()
+        fabric.load(tmp_path / "a.ckpt", {"model": module, "optimizer": module.configure_optimizers()})
+        return messages.texts
+
+    first, other = lightning_ranks(2, run)
+    assert other == []
+    if method == "dense":
+        assert first == []
+    else:
+        [text] = first
+        name = OF[exchange][0].__name__
+        assert f"a.ckpt' are not loaded, because its {name} is not set up: call fabric.setup" in text
+
+
 @full
 def test_one_rank_alone_loads_a_raw_state(tmp_path):
     """As with stock ddp. Load it on all ranks, or before setup, which broadcasts rank 0's weights."""

@@ -531,20 +531,22 @@ def test_a_load_before_the_optimizer_is_set_up(tmp_path):
         train(fabric, model, optimizer, count=2)
         fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
         saved = weights(model)
-        fabric = launched(hsdp(**SPARSE))
+        fabric, messages = launched(hsdp(**SPARSE)), Messages()
         model = fabric.setup_module(net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         fabric.load(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
         loaded, optimizer = weights(model), fabric.setup_optimizers(optimizer)
         train(fabric, model, optimizer, count=2, first=2)
-        return saved, loaded, optimizer.param_groups[0]["lr"], weights(model)
+        return saved, loaded, optimizer.param_groups[0]["lr"], weights(model), messages.texts
 
     ranks = lightning_ranks(4, run)
-    for saved, loaded, lr, now in ranks:
+    for rank, (saved, loaded, lr, now, texts) in enumerate(ranks):
         assert equal(saved, loaded)
         assert lr == 0.01
         assert equal(now, ranks[0][3])
         assert not equal(now, saved)
+        assert len(texts) == (rank == 0)
+        assert "a.ckpt' are not loaded, because its AdamW is not set up" in "".join(ranks[0][4])
 
 
 @full
