@@ -201,9 +201,15 @@ class FabricCalls:
 
     @staticmethod
     def _check_owned(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raise ValueError if an optimizer steps no parameter of the model."""
+        """Raise TypeError or ValueError if an object is no optimizer, or steps no parameter of the model."""
         own = {*map(id, model.parameters())}
         for optimizer in optimizers:
+            if not hasattr(optimizer, "param_groups"):
+                raise TypeError(
+                    f"fabric.setup got a {type(optimizer).__name__} in the place of an optimizer. Give optimizers "
+                    f"there. If it is a scheduler, pass it as scheduler=: fabric.setup(model, optimizer, "
+                    f"scheduler=scheduler)."
+                )
             if own.isdisjoint(parameters_of([optimizer])):
                 remedy = "Make the optimizer of the parameters of this model."
                 if is_any_sharded(model):

@@ -286,6 +286,8 @@ def test_an_optimizer_that_is_missing_or_foreign():
         for name, exchange in (("foreign update", "update"), ("foreign gradient", "gradient")):
             other = launched(sparse(exchange=exchange))
             found[name] = caught(lambda other=other: other.setup(Two(), torch.optim.SGD(Two().parameters(), 0.1)))
+        late = torch.optim.lr_scheduler.StepLR(two, 1)
+        found["scheduler"] = caught(lambda: launched(sparse()).setup(module, two, late))
         fabric.setup_optimizers(two)
         found["third"] = caught(lambda: fabric.setup_optimizers(torch.optim.SGD(module.parameters(), 0.1)))
         return found
@@ -297,6 +299,10 @@ def test_an_optimizer_that_is_missing_or_foreign():
             "foreign": ("ValueError", "that steps no parameter of a model that was set up"),
             "foreign update": ("ValueError", "fabric.setup got a SGD that steps no parameter of the Two"),
             "foreign gradient": ("ValueError", "fabric.setup got a SGD that steps no parameter of the Two"),
+            "scheduler": (
+                "TypeError",
+                "got a StepLR in the place of an optimizer. Give optimizers there. If it is a sch",
+            ),
             "third": ("ValueError", "are exchanged for other optimizers already"),
         }
         for name, (kind, text) in expected.items():
