@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -103,12 +103,15 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+def average_gradients(
+    model: nn.Module, group: dist.ProcessGroup, count: Callable[[int], None] = lambda nbytes: None
+) -> None:
     """Let replicas of a sharded model average their gradients in backward.
 
     Args:
         model: the model, which FSDP2 has sharded over the mesh of one replica.
         group: the ranks that hold the same part of the model.
+        count: gets the bytes that this rank sends for each average.
 
     Raises:
         TypeError, ValueError: see `check_averages`. A backward pass raises it, too, if parameters were unfrozen.
@@ -120,6 +123,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         _check_frozen(others)
         dist.all_reduce(gradient, group=group)
         gradient.div_(size)
+        count(2 * (size - 1) * gradient.nbytes // size)  # of a ring
 
     for module in modules:
         module.set_all_reduce_hook(average)

@@ -21,7 +21,7 @@ from lightning_sparse.hooks.ddp import reduced_parameters
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.shards import groups_of, local
+from lightning_sparse.shards import average_gradients, groups_of, local
 from lightning_sparse.updates.parameters import described
 
 
@@ -32,7 +32,7 @@ class StockExchanger(Exchanger):
         params: this rank's part of the trained parameters, by name.
         options: options of the reducer, which has no work.
         note: one sentence for the summary of a run.
-        share: share of the bytes of dense all-reduce in fp32 that ranks send.
+        share: share of the bytes of dense all-reduce in fp32 that ranks send in each step; 0 if other code counts them.
         **session: further arguments of the `Session`.
     """
 
@@ -53,9 +53,13 @@ class StockExchanger(Exchanger):
         self._responder.start()
 
     def count_step(self) -> None:
-        """Count a step and its bytes."""
+        """Count a step, and the bytes that each step sends."""
         self.reducer.finish_step()
-        self.comm.sent_bytes += round(self.reducer.routing.dense_nbytes * self._share)
+        self.count_bytes(round(self.reducer.routing.dense_nbytes * self._share))
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Count bytes that this rank sends."""
+        self.comm.sent_bytes += nbytes
 
     def drain(self) -> bool:
         """Return True: there are no residuals."""
@@ -116,7 +120,9 @@ def count_shards(
     group: dist.ProcessGroup,
     timeout: timedelta | None,
 ) -> StockExchanger:
-    """Return a counter of the averages over replicas of a sharded model. All ranks of the default group call it.
+    """Let replicas of a sharded model average gradients, and return a counter. All ranks of the default group call it.
+
+    FSDP2 averages in each backward pass, and a step may have several.
 
     Args:
         model: the model, see `average_gradients`.
@@ -127,4 +133,8 @@ def count_shards(
     """
     params = {name: local(param).detach() for name, param in model.named_parameters() if param.requires_grad}
     note, groups = "Replicas average gradients in backward.", lambda: groups_of(optimizers)
-    return StockExchanger(params, options, note, group=dist.group.WORLD, part=group, timeout=timeout, groups=groups)
+    counter = StockExchanger(
+        params, options, note, 0.0, group=dist.group.WORLD, part=group, timeout=timeout, groups=groups
+    )
+    average_gradients(model, group, counter.count_bytes)
+    return counter
