@@ -7,12 +7,12 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: test test-all test-exhaustive demo docs reliability gpu matrix clients format clean
 
-# Quick tests often wait for ranks: on two quiet cores `make test` takes 3:45 minutes with three processes, 4:30 with two.
+# Quick tests often wait for ranks: on two quiet cores `make test` takes 3:50 minutes with four processes, 4:15 with three.
 PROCESSES = 2
 PYTEST = $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
 
 # Lint, types, and every promise once. Tests often wait, so mypy runs beside them.
-test: PROCESSES = 3
+test: PROCESSES = 4
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
