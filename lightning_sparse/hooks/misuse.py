@@ -175,14 +175,19 @@ class EqualUpdateCheck:
 
 
 class CopiedWeightsCheck:
-    """Raises an error for an optimizer that computes weights from its own copy of them, such as an fp32 master copy.
+    """Finds optimizers that compute weights from their own copy of them, such as an fp32 master copy.
 
     An exchange does not change this copy, so each later delta would contain all entries again that were not sent, and
     training would diverge. Such a copy equals the weights after each step. Slow weights, as Lookahead keeps them, equal
-    the weights after some steps only. Torch's optimizers keep no copy, and are not checked.
+    the weights after some steps only. A copy in the state with the weights' dtype causes a warning on rank 0, because
+    it may only serve to find the last change. Other copies raise an error. Torch's optimizers are not checked.
+
+    Args:
+        warns: whether this is rank 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warns: bool) -> None:
+        self._warns = warns
         self._exchanges, self._found = Counter[Optimizer](), Counter[Optimizer]()
 
     def look(
@@ -204,17 +209,24 @@ class CopiedWeightsCheck:
         if not changed:
             return
         name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
-        others = (x for key, x in vars(optimizer).items() if key not in ("state", "param_groups"))
-        kept = [*_tensors(optimizer.state.get(params[name], {})), *_tensors([*others])]
-        self._found[optimizer] += any(_is_copy(local(x).detach(), changed[name]) for x in kept)
-        if self._found[optimizer] == 2:
-            kind = type(optimizer).__name__
-            raise RuntimeError(
-                f"{kind} keeps its own copy of {name!r} and computes the weights from it, but an exchange of updates "
-                f"does not change this copy: training would diverge. Let ranks exchange gradients, by "
-                f"strategy='int4_ddp' or strategy='ddp', and in plain torch by attach with method='int4'; or take an "
-                f"optimizer without such a copy, such as AdamW."
-            )
+        weights = changed[name]
+        own = [local(x).detach() for x in _tensors(optimizer.state.get(params[name], {}))]
+        others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
+        masters = [*(x for x in own if x.dtype != weights.dtype), *map(local, _tensors(others))]
+        is_certain = any(_is_copy(x, weights) for x in masters)
+        self._found[optimizer] += is_certain or any(_is_copy(x, weights) for x in own)
+        if self._found[optimizer] != 2:
+            return
+        text = (
+            f"{type(optimizer).__name__} keeps its own copy of {name!r}, which an exchange of updates does not change. "
+            f"If it computes the weights from this copy, training diverges. Then let ranks exchange gradients, by "
+            f"strategy='int4_ddp' or strategy='ddp', and in plain torch by attach with method='int4'; or take an "
+            f"optimizer without such a copy, such as AdamW."
+        )
+        if is_certain:
+            raise RuntimeError(text)
+        if self._warns:
+            log.warning(text)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -232,10 +244,11 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _is_copy(x: Tensor, weights: Tensor) -> bool:
     """Return whether a tensor has its own memory and contains these weights, rounded to their dtype, in one piece."""
-    flat, ours = x.reshape(-1).to(weights), weights.reshape(-1)
+    flat, ours = x.detach().reshape(-1).to(weights), weights.reshape(-1)
     if x.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr() or len(flat) < len(ours):
         return False
-    starts = (flat[: len(flat) - len(ours) + 1] == ours[0]).nonzero().flatten().tolist()
+    largest = int(ours.abs().argmax())  # its value is rare; the first one may be a zero of many
+    starts = (flat[largest : len(flat) - len(ours) + largest + 1] == ours[largest]).nonzero().flatten().tolist()
     return any(torch.equal(flat[start : start + len(ours)], ours) for start in starts[:FEW])
 
 

@@ -192,7 +192,8 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
-        self._checks = _Checks(UntrackedUpdateCheck(others, self.updates.has), CopiedWeightsCheck(), EqualUpdateCheck())
+        untracked = UntrackedUpdateCheck(others, self.updates.has)
+        self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether parameters without updates may differ among ranks
         worker.start()
