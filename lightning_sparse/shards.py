@@ -114,7 +114,8 @@ def average_gradients(
         count: gets the bytes that this rank sends for each average.
 
     Raises:
-        TypeError, ValueError: see `check_averages`. A backward pass raises it, too, if parameters were unfrozen.
+        TypeError, ValueError: see `check_averages`. A backward pass also raises ValueError if such a parameter was
+            unfrozen.
     """
     check_averages(model, group)
     modules, size, others = _of_fsdp("FSDPModule", model), dist.get_world_size(group), _not_averaged(model)

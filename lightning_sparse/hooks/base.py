@@ -41,8 +41,8 @@ class Exchanger(abc.ABC):
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""
 
-    def waits(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Return whether gradients that ranks have exchanged wait for a step. Only rank 0 knows."""
+    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether exchanged gradients wait for a step of these optimizers. Only rank 0 knows."""
         return False
 
     def fail(self, error: BaseException) -> None:

@@ -47,8 +47,8 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
 def average_waiting_gradients(comm: ProcessGroupComm, optimizers: Iterable[Optimizer]) -> None:
     """Replace the gradients that wait for a step by their means over the ranks. All ranks call it.
 
-    A rank without a gradient counts as zeros. Sparse gradients stay: of replicas of shards there are none, and
-    DistributedDataParallel averages all of a gradient in the next backward pass.
+    A rank without a gradient counts as zeros. Loss scales must be equal. Sparse gradients stay. Sharded models have
+    none, and DistributedDataParallel averages whole gradients in the next backward pass.
     """
     params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
     waits = [param.grad is not None and not param.grad.is_sparse for param in params]

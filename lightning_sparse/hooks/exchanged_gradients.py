@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import unserializable_hook
 
-from lightning_sparse._compat import version
+from lightning_sparse._compat import has_step_hooks, version
 from lightning_sparse.hooks.closure import replace_closure
 from lightning_sparse.hooks.scalers import unwrap, wrap
 
@@ -77,9 +77,10 @@ class ExchangedGradients:
         self._note(key for key, (name, _) in self._params.items() if name in chosen)
         self._looked = False
 
-    def wait_for(self, optimizers: Iterable[Optimizer]) -> bool:
+    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether exchanged gradients wait for a step of these optimizers."""
-        params = (param for each in optimizers for group in each.param_groups for param in group["params"])
+        hooked = filter(has_step_hooks, optimizers)  # steps of others are not noticed
+        params = (param for each in hooked for group in each.param_groups for param in group["params"])
         return any(id(param) in self._written and param.grad is not None for param in params)
 
     def _note(self, keys: Iterable[int]) -> None:

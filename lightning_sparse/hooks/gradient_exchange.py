@@ -229,8 +229,8 @@ class GradientExchanger(Exchanger):
         self._worker.join()
         return self.is_consistent
 
-    def waits(self, optimizers: Iterable[Optimizer]) -> bool:
-        return self._exchanged is not None and self._exchanged.wait_for(optimizers)
+    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
+        return self._exchanged is not None and self._exchanged.gradients_wait(optimizers)
 
     def _fail_with(self, text: str) -> RuntimeError:
         error = RuntimeError(text)

@@ -123,7 +123,7 @@ class UntrackedUpdateCheck:
 SAMPLE, FEWEST = 1024, 64
 """Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
 FEW = 8
-"""The fewest elements of a parameter that must have changed before a copy is looked for, and the most places."""
+"""A copy is looked for in parameters with at least this many changed elements, at this many places at most."""
 
 
 class EqualUpdateCheck:
@@ -177,10 +177,11 @@ class EqualUpdateCheck:
 class CopiedWeightsCheck:
     """Finds optimizers that compute weights from their own copy of them, such as an fp32 master copy.
 
-    An exchange does not change this copy, so each later delta would contain all entries again that were not sent, and
-    training would diverge. Such a copy equals the weights after each step. Slow weights, as Lookahead keeps them, equal
-    the weights after some steps only. A copy in the state with the weights' dtype causes a warning on rank 0, because
-    it may only serve to find the last change. Other copies raise an error. Torch's optimizers are not checked.
+    An exchange does not change this copy, so each later delta would again contain all unsent entries, and training
+    would diverge. With local steps ranks would drift apart. Such a copy equals the weights after each step. Slow
+    weights, as Lookahead keeps them, equal the weights after some steps only. A copy with dtype and size of the weights
+    causes a warning on rank 0, because it may only serve to find the last change. Another dtype, or one tensor for
+    several parameters, is an error. Torch's optimizers are not checked.
 
     Args:
         warns: whether this is rank 0.
@@ -196,32 +197,34 @@ class CopiedWeightsCheck:
         changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]],
         params: Mapping[str, Tensor],
     ) -> None:
-        """Look for a copy in the second and the third exchange of an optimizer, before the exchange begins.
+        """Look for a copy in the second and the third exchange that follows a change, before the exchange begins.
 
         Args:
             optimizer, changes: see `EqualUpdateCheck.look`.
             params: the parameters by name.
         """
-        self._exchanges[optimizer] += 1
-        if self._exchanges[optimizer] not in (2, 3) or _is_torchs(optimizer):
+        if self._exchanges[optimizer] == 3 or _is_torchs(optimizer):
             return
         changed = {name: after for name, (before, after, _) in changes().items() if (before != after).sum() >= FEW}
-        if not changed:
+        if not changed:  # as if a gradient scaler skips the step
+            return
+        self._exchanges[optimizer] += 1
+        if self._exchanges[optimizer] == 1:
             return
         name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
         weights = changed[name]
-        own = [local(x).detach() for x in _tensors(optimizer.state.get(params[name], {}))]
         others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
-        masters = [*(x for x in own if x.dtype != weights.dtype), *map(local, _tensors(others))]
-        is_certain = any(_is_copy(x, weights) for x in masters)
-        self._found[optimizer] += is_certain or any(_is_copy(x, weights) for x in own)
+        kept = map(local, _tensors([optimizer.state.get(params[name], {}), others]))
+        copies = [x for x in kept if _is_copy(x, weights)]
+        self._found[optimizer] += bool(copies)
         if self._found[optimizer] != 2:
             return
+        is_certain = any(x.dtype != weights.dtype or x.numel() > weights.numel() for x in copies)
         text = (
             f"{type(optimizer).__name__} keeps its own copy of {name!r}, which an exchange of updates does not change. "
-            f"If it computes the weights from this copy, training diverges. Then let ranks exchange gradients, by "
-            f"strategy='int4_ddp' or strategy='ddp', and in plain torch by attach with method='int4'; or take an "
-            f"optimizer without such a copy, such as AdamW."
+            f"If it computes the weights from this copy, ranks drift apart or training diverges. Then let ranks "
+            f"exchange gradients: by strategy='int4_ddp' or 'ddp', for a sharded model by 'dense_hsdp', and in plain "
+            f"torch by attach with method='int4'; or take an optimizer without such a copy, such as AdamW."
         )
         if is_certain:
             raise RuntimeError(text)
@@ -244,12 +247,15 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _is_copy(x: Tensor, weights: Tensor) -> bool:
     """Return whether a tensor has its own memory and contains these weights, rounded to their dtype, in one piece."""
-    flat, ours = x.detach().reshape(-1).to(weights), weights.reshape(-1)
-    if x.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr() or len(flat) < len(ours):
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.is_floating_point()
+    if not is_plain or x.numel() < weights.numel():
         return False
+    if x.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
+        return False
+    flat, ours = x.detach().reshape(-1).to(weights), weights.reshape(-1)
     largest = int(ours.abs().argmax())  # its value is rare; the first one may be a zero of many
-    starts = (flat[largest : len(flat) - len(ours) + largest + 1] == ours[largest]).nonzero().flatten().tolist()
-    return any(torch.equal(flat[start : start + len(ours)], ours) for start in starts[:FEW])
+    starts = (flat[largest : len(flat) - len(ours) + largest + 1] == ours[largest]).nonzero().flatten()[:FEW].tolist()
+    return any(torch.equal(flat[start : start + len(ours)], ours) for start in starts)
 
 
 class RefuseDDP:

@@ -113,7 +113,7 @@ def count_ddp(
     return counter
 
 
-def count_shards(
+def average_shards(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     options: ReducerOptions,

@@ -315,7 +315,7 @@ class UpdateExchanger(Exchanger):
 
         def exchange() -> None:
             changes = partial(self.updates.changes, optimizer)
-            if _delays(self.reducer.method):
+            if _needs_agreed_weights(self.reducer.method):
                 self._checks.copied.look(optimizer, changes, self.updates.parameters)
             compare = self._checks.equal.look(optimizer, changes)
             overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
@@ -382,18 +382,22 @@ class UpdateExchanger(Exchanger):
             self._share_others()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, gradients: bool = True) -> None:
         """Leave no difference among ranks but in residuals, at the price of dense exchanges. Gradients may follow.
 
         All ranks call it between steps. Pending updates are exchanged, and each rank takes the means of the optimizers'
-        states and of gradients that wait for a step. Gradient scalers take the loss scale of rank 0.
+        states. Gradient scalers take the loss scale of rank 0.
+
+        Args:
+            gradients: whether each rank also takes the means of gradients that wait for a step.
         """
         self.exchange_pending()
 
         def settle() -> None:
             for optimizer in self.optimizers:
                 average_states(self.comm, optimizer)
-            average_waiting_gradients(self.comm, self.optimizers)
+            if gradients:
+                average_waiting_gradients(self.comm, self.optimizers)
             take_rank_0s(self.comm, scalers_of(self.optimizers))
 
         self._during(settle)
@@ -450,6 +454,9 @@ class UpdateExchanger(Exchanger):
         self._session.finish(failed=not ended)
 
 
+GRADIENTS = "exchange='gradient' of the strategy or by attach, and for a sharded model by strategy='dense_hsdp'"
+
+
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError or TypeError unless a method can exchange the updates of these optimizers."""
     if not method.aggregator.averages:
@@ -462,14 +469,13 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
         if not has_step_hooks(optimizer):  # such as accelerate's AcceleratedOptimizer
             raise TypeError(
                 f"{name} calls no hooks of torch around its steps, so its updates cannot be exchanged. If it wraps an "
-                f"optimizer, give attach_updates that one, often {name}.optimizer. Otherwise let its constructor "
-                f"call torch's; or exchange gradients, by exchange='gradient' of the strategy or by attach."
+                f"optimizer, give that one instead, often {name}.optimizer. Otherwise let its constructor call "
+                f"torch's; or exchange gradients, by {GRADIENTS}."
             )
-        if recomputes_weights(optimizer) and _delays(method):
+        if recomputes_weights(optimizer) and _needs_agreed_weights(method):
             raise ValueError(
                 f"{name} {RECOMPUTES}, so an exchange of updates does not change its weights for good. Exchange "
-                f"gradients, by exchange='gradient' of the strategy or by attach; or use another optimizer, such as "
-                f"AdamW."
+                f"gradients, by {GRADIENTS}; or use another optimizer, such as AdamW."
             )
         if is_zero(optimizer):
             raise ValueError(
@@ -489,9 +495,12 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def _delays(method: Method) -> bool:
-    """Return whether weights differ from those of the mean update: entries wait, or an outer step changes the mean."""
-    return method.is_sparse or method.rule.has_outer_step
+def _needs_agreed_weights(method: Method) -> bool:
+    """Return whether optimizers must step from the agreed weights: else updates are lost, or undone again and again.
+
+    It is so if entries wait, if an outer step changes the mean, or if several local steps follow an exchange.
+    """
+    return method.is_sparse or method.rule.has_outer_step or method.rule.local_steps > 1
 
 
 def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:

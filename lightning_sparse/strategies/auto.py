@@ -287,7 +287,8 @@ class AutoStrategy:
             if options is not None and options.choose(self.optimizers)[0] == "update":
                 state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
                 return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
-            training.exchanger.settle()
+            # In automatic optimization no gradient waits for a step now.
+            training.exchanger.settle(gradients=not self.lightning_module.automatic_optimization)
         return lambda: None
 
     # Measurement:

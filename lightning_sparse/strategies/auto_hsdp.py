@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lightning_sparse._compat import backend_name
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import report_errors_to_peers
-from lightning_sparse.hooks.stock import count_shards
+from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
 from lightning_sparse.strategies.auto import KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded, StockTraining
 from lightning_sparse.strategies.strategy_options import StrategyOptions
@@ -80,7 +80,7 @@ class AutoHSDP(AutoStrategy):
         self._options = StrategyOptions("dense", None, {}, reducer, exchange="update", overlap="none")
         self._reducer = self._exchanger = None
         self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
-        stock = count_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
+        stock = average_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
         training = StockTraining(stock, self.optimizers)
         training.note = self._note
         self._begin_fit(trainer, training, "")

@@ -35,13 +35,13 @@ class Part:
         reducer: has the residuals.
         optimizers: the optimizers of the model, by the names that their states have in sidecar files.
         is_consistent: whether the reducer's state belongs to a complete step.
-        waits: on rank 0, whether exchanged gradients wait for a step of these optimizers.
+        gradients_wait: on rank 0, whether exchanged gradients wait for a step of these optimizers.
     """
 
     reducer: Reducer
     optimizers: Mapping[str, Optimizer]
     is_consistent: bool = True
-    waits: bool = False
+    gradients_wait: bool = False
 
     @property
     def own_optimizer_states(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Checkpoints:
         if agreed is None:
             return None
         path, tags = agreed
-        if self._rank == 0 and any(part.waits for part in parts):
+        if self._rank == 0 and any(part.gradients_wait for part in parts):
             log.warning(
                 f"{path!r} is saved between a backward pass and the optimizer's step: it lacks the gradients of this "
                 f"step, and its residuals lack the entries that ranks sent for them. Save after the step, as in "

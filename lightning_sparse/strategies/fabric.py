@@ -200,8 +200,8 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
                 name: value for name, value in state.items() if any(value is each for each in training.optimizers)
             }
             if optimizers and (exchanger := training.exchanger) is not None:
-                is_consistent = exchanger.drain()
-                parts.append(Part(exchanger.reducer, optimizers, is_consistent, exchanger.waits(training.optimizers)))
+                is_consistent, waits = exchanger.drain(), exchanger.gradients_wait(training.optimizers)
+                parts.append(Part(exchanger.reducer, optimizers, is_consistent, waits))
         return parts
 
 

@@ -206,9 +206,9 @@ class FabricCalls:
         for optimizer in optimizers:
             if not hasattr(optimizer, "param_groups"):
                 raise TypeError(
-                    f"fabric.setup got a {type(optimizer).__name__} in the place of an optimizer. Give optimizers "
-                    f"there. If it is a scheduler, pass it as scheduler=: fabric.setup(model, optimizer, "
-                    f"scheduler=scheduler)."
+                    f"fabric.setup got a {type(optimizer).__name__} in the place of an optimizer. After the model, "
+                    f"give only optimizers. If it is a scheduler, pass it as scheduler=: fabric.setup(model, "
+                    f"optimizer, scheduler=scheduler)."
                 )
             if own.isdisjoint(parameters_of([optimizer])):
                 remedy = "Make the optimizer of the parameters of this model."
@@ -251,7 +251,7 @@ class FabricCalls:
 
         Args:
             path: path of the checkpoint.
-            state: the objects that have residuals in the checkpoint.
+            state: objects of the checkpoint's state, by name.
 
         Returns:
             Whether there is such an optimizer.

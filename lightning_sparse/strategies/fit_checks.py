@@ -175,14 +175,15 @@ def warn_of_two_momenta(optimizers: Sequence[Optimizer], method: Method) -> None
 
 
 def warn_of_unstepped(params: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Warn if optimizers step some parameters with sparse gradients, but not the others.
+    """Warn if optimizers step some parameters with sparse gradients, but not the others. Call it after a step.
 
     Args:
         params: the parameters whose gradients are exchanged, by name.
         optimizers: their optimizers. If these step copies of the parameters, there is no warning.
     """
     stepped = parameters_of(optimizers)
-    alone = [repr(name) for name, param in params.items() if id(param) not in stepped]
+    trained = {name: param for name, param in params.items() if param.requires_grad and param.grad is not None}
+    alone = [repr(name) for name, param in trained.items() if id(param) not in stepped]
     if 0 < len(alone) < len(params):
         log.warning(
             f"{listed(alone)} require gradients but are in no optimizer: their gradients take the place of others "

@@ -65,7 +65,8 @@ class GradientTraining(Training):
         )
 
     @property
-    def _is_sparse(self) -> bool:
+    def _sends_few(self) -> bool:
+        """Whether ranks send only a part of the entries."""
         return (self._method.density or 1) < 1
 
     def begin(self) -> None:
@@ -82,7 +83,7 @@ class GradientTraining(Training):
     def _warn_of_optimizers(self) -> None:
         """Warn on rank 0 of optimizers that do not go with the method."""
         if self._strategy.global_rank == 0:
-            if self._is_sparse:
+            if self._sends_few:
                 warn_of_sparse_gradients(self.optimizers)
             warn_of_two_momenta(self.optimizers, self._method)
 
@@ -136,10 +137,6 @@ class GradientTraining(Training):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.exchanger.reductions
-        if not self._has_stepped:  # by now, Fabric has set up all optimizers
-            self._has_stepped = True
-            if self._strategy.global_rank == 0 and self._is_sparse:
-                warn_of_unstepped(self.exchanger.params, self.optimizers)
 
         def once() -> Any:
             if self._method.compresses and self.exchanger.reductions > before:
@@ -148,8 +145,14 @@ class GradientTraining(Training):
 
         skips = self._strategy._options.reducer.on_nonfinite == "skip"
         if skips and not self._strategy.scaler and not self._own_scaler:
-            return step(functools.partial(_without_nonfinite, optimizer, once))
-        return step(once)
+            result = step(functools.partial(_without_nonfinite, optimizer, once))
+        else:
+            result = step(once)
+        if not self._has_stepped:  # by now, Fabric has set up all optimizers, and there are gradients
+            self._has_stepped = True
+            if self._strategy.global_rank == 0 and self._sends_few:
+                warn_of_unstepped(self.exchanger.params, self.optimizers)
+        return result
 
 
 def initial_states(ddp: DistributedDataParallel, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
                 # A callback may save on an exception of this rank alone. The other ranks would wait in backward.
                 self.exchanger.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
             self._is_consistent = self.exchanger.drain()
-        waits = self.exchanger is not None and self.exchanger.waits(self.optimizers)
+        waits = self.exchanger is not None and self.exchanger.gradients_wait(self.optimizers)
         return [Part(self._reducer, self._optimizers_by_name, self._is_consistent, waits)]
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -293,8 +294,32 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
 
 
-@pytest.mark.parametrize(("exchange", "expected"), [("gradient", 2), ("update", 0)])
-def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, expected, tmp_path):
+class Unhooked(torch.optim.Optimizer):
+    """Calls no hooks around its steps, so it is unknown whether gradients wait for them."""
+
+    def __init__(self, params, **options):
+        self.param_groups, self.state, self.defaults = [{"params": [*params], **options}], {}, options
+
+    def zero_grad(self, set_to_none=True):
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+    def step(self, closure):
+        loss = closure()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad, alpha=0.01)
+        return loss
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [{"params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "optimizer", "expected"),
+    [("gradient", torch.optim.SGD, 2), ("update", torch.optim.SGD, 0), ("gradient", Unhooked, 0)],
+)
+def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, optimizer, expected, tmp_path):
     class Saving(pl.Callback):
         def save(self, trainer, *_):
             trainer.save_checkpoint(tmp_path / "now.ckpt")
@@ -302,9 +327,8 @@ def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, expected,
         on_before_optimizer_step = on_train_batch_end = save  # in the step, and after it
 
     def rank(rank):
-        _, records = with_warnings(
-            fit, "topk", rank, ours={"exchange": exchange}, callbacks=[Saving()], max_epochs=1, batches=2
-        )
+        options = {"ours": {"exchange": exchange}, "callbacks": [Saving()], "max_epochs": 1, "batches": 2}
+        _, records = with_warnings(fit, "topk", rank, net=Net(optimizer), **options)
         return [text for text in records if "is saved between a backward pass and the optimizer's step" in text]
 
     first, second = lightning_ranks(2, rank)

@@ -40,6 +40,7 @@ from lightning_sparse import (
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from lightning_sparse.compressors import Identity
 from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
@@ -1453,6 +1454,29 @@ class Flat(Master):
         return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
 
 
+class Unreadable(Tensor):
+    """A subclass of tensors without storage, as of quantized states."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+class Odd(torch.optim.AdamW):
+    """Keeps tensors that have no storage or no strides."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param] |= {"codes": Unreadable(param), "rows": param.to_sparse(), "phase": param * 1j}
+        return loss
+
+
 class Slow(torch.optim.AdamW):
     """Keeps slow weights, as Lookahead does, and the first weights, as Prodigy does."""
 
@@ -1476,13 +1500,16 @@ class Slow(torch.optim.AdamW):
         (Flat, "topk", True),
         (Copying, "topk", None),
         (Slow, "topk", False),
-        *in_full((torch.optim.AdamW, "topk", False), (Master, "local_sgd", False), (Master, "diloco", True)),
+        (Odd, "topk", False),
+        *in_full((torch.optim.AdamW, "topk", False), (Master, "diloco", True)),
+        *in_full((Master, "local_sgd", False), (Master, "local_sgd, 2 steps", True)),
     ],
 )
 def test_an_optimizer_that_steps_its_own_copy_of_the_weights_is_refused_or_warned_of(optimizer, method, refused):
     def run(rank: int) -> Any:
-        options = {"local_steps": 1} if method == "local_sgd" else {"local_steps": 2} if method == "diloco" else {}
-        strategy, net = SparseDDPStrategy(method, process_group_backend="gloo", **options), Net(optimizer, lr=0.01)
+        name, _, several = method.partition(",")
+        options = {} if name == "topk" else {"local_steps": 2 if several or name == "diloco" else 1}
+        strategy, net = SparseDDPStrategy(name, process_group_backend="gloo", **options), Net(optimizer, lr=0.01)
         messages, error = Messages(), ""
         try:
             trainer(strategy, 2, max_steps=8).fit(net, Loader(rank, 2))
@@ -1502,7 +1529,9 @@ def test_an_optimizer_that_recomputes_weights_exchanges_gradients():
     optimizer = type("MADGRAD", (Unknown,), {})([torch.ones(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ValueError, match="MADGRAD computes weights from the first ones and the sum of all gradients"):
         check_updates(method("topk"), [optimizer])
-    check_updates(method("local_sgd"), [optimizer])  # no entry waits, and the mean is applied as it is
+    with pytest.raises(ValueError, match="MADGRAD computes weights from the first ones"):
+        check_updates(method("local_sgd"), [optimizer])  # the next local step would undo the mean
+    check_updates(Method(Identity(), NoMemory(), update_rule=UpdateRule()), [optimizer])
 
 
 def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
