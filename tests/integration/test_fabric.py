@@ -301,7 +301,7 @@ def test_an_optimizer_that_is_missing_or_foreign():
             "foreign gradient": ("ValueError", "fabric.setup got a SGD that steps no parameter of the Two"),
             "scheduler": (
                 "TypeError",
-                "got a StepLR in the place of an optimizer. Give optimizers there. If it is a sch",
+                "got a StepLR in the place of an optimizer. After the model, give only optimizers. If it is a sch",
             ),
             "third": ("ValueError", "are exchanged for other optimizers already"),
         }
