@@ -88,7 +88,7 @@ class Parser(LightningArgumentParser):
             same = {"class_path": entry["strategy"].__name__, **entry["init_params"]}
             message += f"\nStrategy {named[1]!r} is a name, which has no options. To set options, write its class: "
             message += " ".join(f"--trainer.strategy.{option}={value}" for option, value in same.items())
-        # Our constructors write "has no option", and say themselves what to do.
+        # Errors of our constructors contain "has no option", and already name the remedy.
         unknown = re.search(r"(?<!has no )option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # A nested parser parses the options of a nested class, and the outer parser quotes its message.
         if unknown and "Did you mean" not in message and "dict_kwargs" not in message:

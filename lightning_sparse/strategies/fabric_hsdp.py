@@ -193,8 +193,9 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         elif info is not None:
             is_early = self._warn_of_early_load(path, state)
             if _has_optimizer(state) and not is_early and self.global_rank == 0:
-                why = "the state lacks an optimizer of the model"
-                self.inform(f"The residuals of {str(path)!r} are not loaded: {why}.")
+                self.inform(
+                    f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model."
+                )
         for training in self._trainings.values():
             training.begin()  # from replica 0's weights
         return rest
