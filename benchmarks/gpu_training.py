@@ -9,6 +9,7 @@ density warm-up is that of the defaults. The last loss is reported only if all r
 equal to stock `ddp`, without the time of its all-reduce.
 
     python -m benchmarks.gpu_training              # losses
+    python -m benchmarks.gpu_training --parts '11 M, P = 8' --lr 0.0005 0.001 0.002
     sudo python -m benchmarks.gpu_training --links # step times
     python -m benchmarks.gpu_training --rehearse   # on a CPU
 
@@ -112,14 +113,13 @@ def work(job: Row) -> None:
         check_weights(each.model)
 
 
-def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Path) -> None:
+def losses(parts: Sequence[tuple[str, Part]], seeds: Sequence[int], held_out: int, path: Path) -> None:
     """Train all parts at the same time. Rows are written as soon as they are known."""
-    runs = [(name, method, seed) for seed in seeds for name in parts for method in (DEFAULT, DENSE)]
+    runs = [(*part, method, seed) for seed in seeds for part in parts for method in (DEFAULT, DENSE)]
     saving = threading.Lock()
 
-    def train(run: tuple[str, str, int]) -> None:
-        name, method, seed = run
-        part, began = parts[name], time.monotonic()
+    def train(run: tuple[str, Part, str, int]) -> None:
+        (name, part, method, seed), began = run, time.monotonic()
         job = {"of": dataclasses.asdict(part), "method": method, "seed": seed, "held_out": held_out, "module": MODULE}
         params = sum(x.numel() for x in part.model().parameters())
         case = {"part": name, "method": method, "seed": seed, "params": params, "workers": part.workers, "lr": part.lr}
@@ -128,14 +128,14 @@ def losses(parts: dict[str, Part], seeds: Sequence[int], held_out: int, path: Pa
 
         def save() -> None:
             with saving:
-                results.save(path, rows, ["part", "method", "seed"], digits=6)
+                results.save(path, rows, ["part", "lr", "method", "seed"], digits=6)
 
         with hosts(workers, "loopback") as made:
             for point in launch("benchmarks.harness.launch", job, made, workers):
                 save()
                 rows.append(case | {"steps": part.steps} | point | results.device())
         save()  # the ranks have compared their weights
-        print(run, f"{rows[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+        print(name, part.lr, method, seed, f"{rows[-1]['val_loss']:.4f}, {time.monotonic() - began:.0f} s", flush=True)
 
     with ThreadPoolExecutor(len(runs)) as pool:
         for future in as_completed([pool.submit(train, run) for run in runs]):
@@ -154,6 +154,7 @@ def links(part: Part, rates: Sequence[str], path: Path) -> None:
             with hosts(part.workers, rate) as made:
                 off = max((abs(probe["ratio_to_expected"] - 1) for probe in made.calibration), default=0.0)
                 for record in launch("benchmarks.harness.launch", job, made, part.workers):
+                    print(rate, record["method"], [round(ms) for ms in record["ms"]], flush=True)
                     records.append(record)
                     rows = [
                         {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
@@ -175,6 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--steps", type=int, help="number of steps. Default: as in the part")
+    parser.add_argument("--lr", nargs="+", type=float, help="learning rates of all parts. Default: as in the part")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     if not (args.rehearse or torch.cuda.is_available()):
@@ -188,5 +190,6 @@ if __name__ == "__main__":
     if args.links:
         links(changed(GPT2), args.rates, args.out / "gpu_links.csv")
     else:
-        chosen, held_out = {name: changed(PARTS[name]) for name in args.parts}, 16 if args.rehearse else 512
-        losses(chosen, args.seeds, held_out, args.out / "gpu_training.csv")
+        named = [(name, changed(PARTS[name])) for name in args.parts]
+        chosen = [(name, dataclasses.replace(part, lr=lr)) for name, part in named for lr in args.lr or [part.lr]]
+        losses(chosen, args.seeds, 16 if args.rehearse else 512, args.out / "gpu_training.csv")

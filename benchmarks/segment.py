@@ -12,7 +12,9 @@ are medians in μs:
   8192 tokens with a layer of GPT-2 at the same time.
 - `delay_us`: additional time of these products when the segment runs in parallel.
 - `launches`, `busy_us`: number of kernels and copies of a segment, and the sum of their times, from torch's profiler.
-  `counted` is the number that `benchmarks.launches` counts without a GPU.
+  `counted` is the number that `benchmarks.launches` counts without a GPU. After its first use, the profiler makes each
+  launch in the process slower. So all times are measured before.
+- `add_us`: time in which the host launches `x.add_(1)`, to compare hosts.
 
 Before a method is timed, one segment checks that nothing is lost: mean and residual must add up to the gradient and the
 previous residual.
@@ -50,6 +52,8 @@ LIMITS = {"device_us": 150, "host_us": 600}
 """Limits in μs for `topk` with two ranks. Within these limits, segments overlap with backward completely."""
 JUDGED = ("topk", 2)
 SLEEP = 20_000_000  # cycles of the device, about 10 ms
+UNTIMED = 5
+"""Number of first repetitions whose times do not count, because the host is still warming up."""
 TOKENS, PRODUCTS = 8192, 40
 
 
@@ -146,7 +150,7 @@ def event() -> Any:
 def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
     """Return the times of the device and of the host in μs, without other work."""
     device_us, host_us, cycles = [], [], SLEEP
-    while len(device_us) < repetitions:
+    while len(device_us) < UNTIMED + repetitions:
         made.before()
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
@@ -162,7 +166,7 @@ def alone(made: Case, repetitions: int) -> tuple[list[float], list[float]]:
         torch.cuda.synchronize()
         device_us.append(1e3 * start.elapsed_time(stop))
         host_us.append(host)
-    return device_us, host_us
+    return device_us[UNTIMED:], host_us[UNTIMED:]
 
 
 def beside(made: Case, repetitions: int, device: str, tokens: int) -> tuple[list[float], float]:
@@ -208,6 +212,17 @@ def profiled(made: Case, device: str, show: bool) -> results.Row:
     return {"launches": sum(each.count for each in found), "busy_us": sum(getattr(each, of) for each in found)}
 
 
+def add_us(device: str) -> float:
+    """Return the median time in which the host launches `x.add_(1)`, in μs."""
+    x, times = torch.zeros(1024, device=device), []
+    for _ in range(200):
+        began = time.perf_counter()
+        x.add_(1)
+        times.append(1e6 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
 @functools.cache
 def counted() -> dict[tuple[str, int, str], int]:
     """Return the launches that `benchmarks.launches` counts, by method, ranks, and "gradient" or "update, fused"."""
@@ -224,9 +239,8 @@ def warm_up(made: Case) -> None:
             made.run()
 
 
-def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str, tokens: int) -> results.Row:
+def measure(made: Case, name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str) -> results.Row:
     """Check and time one case."""
-    made = case(name, ranks, shapes, device)
     with mock.patch.object(graphs, "can_capture", return_value=False):
         warm_up(made)
         plain_device_us, plain_host_us = alone(made, repetitions)
@@ -234,7 +248,7 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
     # All mocked ranks answer for the first region of two passes, so check these methods with one rank.
     (case(name, 1, shapes, device) if isinstance(method(name.split()[0]).aggregator, TwoPass) else made).check()
     device_us, host_us = alone(made, repetitions)
-    beside_us, delay_us = beside(made, max(3, repetitions // 2), device, tokens)
+    beside_us, delay_us = beside(made, max(3, repetitions // 2), device, TOKENS if device == "cuda" else 16)
     row: results.Row = {
         "method": name,
         "ranks": ranks,
@@ -245,7 +259,7 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
         "plain_host_us": statistics.median(plain_host_us),
         **spread(beside_us, "beside_us"),
         "delay_us": delay_us,
-        **profiled(made, device, show=(name, ranks) == JUDGED),
+        "add_us": add_us(device),
         "counted": counted().get((name.split()[0], ranks, "update, fused" if "updates" in name else "gradient"), ""),
         "repetitions": repetitions,
     }
@@ -258,19 +272,26 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--rehearse", action="store_true", help="use the CPU and a small segment")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=40)
     parser.add_argument("--methods", nargs="+", help="run only these methods. Default: all")
     arguments = parser.parse_args()
     device, context = device_of_run(arguments.rehearse)
     shapes = (
         {key: [max(1, size // 16) for size in shape] for key, shape in SHAPES.items()} if device == "cpu" else SHAPES
     )
-    tokens = TOKENS if device == "cuda" else 16
+    chosen = [one for one in CASES if not arguments.methods or one[0] in arguments.methods]
+    rows: dict[tuple[str, int], results.Row] = {}
+
+    def save(key: tuple[str, int], row: results.Row) -> None:
+        """Save a row at once, because the run may be interrupted."""
+        rows[key] = row
+        print({key: round(x, 1) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+        results.save(arguments.out / "segment.csv", [row | results.device()], ["method", "ranks"], digits=5)
+
     with context():
-        for name, ranks in CASES:
-            if arguments.methods and name not in arguments.methods:
-                continue
-            row = measure(name, ranks, shapes, arguments.repetitions, device, tokens)
-            print({key: round(x, 1) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
-            # Save after each method, because the run may be interrupted.
-            results.save(arguments.out / "segment.csv", [row | results.device()], ["method", "ranks"], digits=5)
+        for one in chosen:
+            save(one, measure(case(*one, shapes, device), *one, shapes, arguments.repetitions, device))
+        for one in chosen:
+            made = case(*one, shapes, device)
+            warm_up(made)
+            save(one, rows[one] | profiled(made, device, show=one == JUDGED))

@@ -1148,7 +1148,7 @@ def gpu_graphs() -> str:
 def gpu_losses() -> str:
     """Losses of trainings with several ranks on one GPU, at the last step that both have reached."""
     found, rows = read("gpu_training"), []
-    for (part, _), group in found.groupby(["part", "seed"]):
+    for (part, _, _), group in found.groupby(["part", "lr", "seed"]):
         by = group.set_index(["method", "step"])
         steps = {name: set(group[group.method == name].step) for name in group.method}
         last = max(set.intersection(*steps.values()))

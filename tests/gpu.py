@@ -440,7 +440,9 @@ def verdicts(part: Part, ended: Ended, out: Path, began: float) -> dict[str, str
 
 def counted(output: str) -> str:
     """Return how many tests of a part have passed and failed, by pytest's lines; an empty text if there are none."""
-    passed, failed = (len(re.findall(rf"\b{word}\b.*::|::.*\b{word}\b", output)) for word in ("PASSED", "FAILED|ERROR"))
+    passed, failed = (
+        len(re.findall(rf"\b{word}\b.*::|::.*\b{word}\b", output)) for word in ("PASSED", "(?:FAILED|ERROR)")
+    )
     return f", {passed} passed, {failed} failed" if passed + failed else ""
 
 

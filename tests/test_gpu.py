@@ -249,7 +249,7 @@ def test_tests_are_counted_as_far_as_they_came():
         "[gw0] [ 1%] PASSED tests/a.py::b[PASSED] \na.py::c PASSED\n[gw1] FAILED a.py::d\nERROR a.py::e\n2 passed\n"
     )
     assert gpu.counted(output) == ", 2 passed, 2 failed"
-    assert gpu.counted("nothing") == ""
+    assert gpu.counted("nothing\n========= ERROR SUMMARY: 0 errors") == ""
 
 
 # The command line.

@@ -13,9 +13,13 @@ SHAPES = {"weight": (90, 80), "bias": (80,)}
 @pytest.mark.parametrize("name", ["topk", *in_full("topk updates", "gaussiank", "int4")])
 def test_every_contestant_is_checked_and_timed(name):
     with rehearsal.rehearsal():
-        row = segment.measure(name, 2, SHAPES, 3, "cpu", tokens=4)
+        made = segment.case(name, 2, SHAPES, "cpu")
+        row = segment.measure(made, name, 2, SHAPES, 3, "cpu")
+        row |= segment.profiled(made, "cpu", show=False)
     assert (row["method"], row["ranks"], row["numel"]) == (name, 2, 7280)
-    assert all(row[column] > 0 for column in ("device_us", "host_us", "beside_us", "launches", "busy_us", "counted"))
+    assert all(
+        row[column] > 0 for column in ("device_us", "host_us", "beside_us", "add_us", "launches", "busy_us", "counted")
+    )
     assert ("within" in row) is (name == "topk")
 
 
@@ -23,6 +27,7 @@ def test_a_device_that_waits_for_the_host_is_kept_asleep_longer(monkeypatch):
     """Else its time would be the host's."""
     slept = []
     monkeypatch.setitem(rehearsal.STAND_INS, "_sleep", slept.append)
+    monkeypatch.setattr(segment, "UNTIMED", 0)
     monkeypatch.setattr(rehearsal.Event, "query", lambda self: slept[-1] < 10 * segment.SLEEP)
     made = segment.Case(lambda: None, lambda: None, lambda: None, None)
     with rehearsal.rehearsal():

@@ -17,6 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -168,6 +169,41 @@ def test_updates_are_exchanged_alike_in_each_fit(device, size, fits):
     found = ranks(device, size, fits_with_adamw, size, fits, backend=None if device == "cuda" else "gloo")
     assert all(torch.equal(weights, found[0][0]) for each in found for weights in each)
     assert not torch.equal(found[0][0], bits(layers(device).parameters()))
+
+
+class Overflowing(Net):
+    """The first gradients overflow in fp16, until the scaler has lowered the loss scale."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return 1e5 * super().training_step(batch, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-6, momentum=0.9)
+
+
+def with_a_loss_scale(rank: int, device: str, size: int) -> list[tuple[Tensor, float]]:
+    backend = "nccl" if size == 1 else "gloo"
+    found = []
+    for strategy in (
+        DDPStrategy(process_group_backend=backend),
+        SparseDDPStrategy("dense", process_group_backend=backend),
+    ):
+        net = Overflowing(device)
+        run = trainer(strategy, 1, accelerator="gpu", num_nodes=size, precision="16-mixed", max_epochs=4)
+        run.fit(net, Batches(batches(rank)))
+        scaler: Any = run.precision_plugin
+        found.append((bits(net.parameters()), scaler.scaler.get_scale()))
+    return found
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_scale_skips_steps_alike(size):
+    """Gradients that overflow on any rank are skipped, as with stock DDP. One rank uses NCCL, two use gloo."""
+    for (stock, scale), (weights, own_scale) in ranks("cuda", size, with_a_loss_scale, size):
+        assert 1 <= scale == own_scale < 2**16
+        assert torch.equal(stock, weights)
+        assert not torch.equal(stock, bits(layers("cuda").parameters()))
 
 
 def over_gloo(rank: int, device: str, names: list[str]) -> dict[str, dict[str, Any]]:
