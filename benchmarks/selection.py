@@ -39,9 +39,10 @@ from benchmarks.harness.rehearsal import device_of_run, rehearsal
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import captured, in_turns, peak_bytes, reset_peak, spread
 from lightning_sparse import METHODS, method
-from lightning_sparse.compressors import GaussianK, Sparsifier
+from lightning_sparse.compressors import Sparsifier
 from lightning_sparse.compressors.base import add_
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from lightning_sparse.kernels.chunks import CHUNK
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
@@ -65,7 +66,7 @@ SELECTIONS: dict[str, Select] = {
     "torch.topk": lambda u, density: torch.topk(u.abs(), count(u, density)).indices,
     "torch.sort": lambda u, density: u.abs().sort(descending=True).indices[: count(u, density)],
     "numpy partition": numpy_partition,
-    "GaussianK as published": lambda u, density: GaussianK(density, refine="paper").select(u),
+    "GaussianK as published": lambda u, density: PublishedGaussianK(density).select(u),
 }
 ESTIMATED = ["SampledTopK", "SIDCo", "MSTopK", "ChunkTopK"]
 ON_CPU = {

@@ -22,13 +22,14 @@ from torch import Tensor
 from benchmarks.harness import plots
 from benchmarks.harness.table import Row
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from reproductions.frame import Config, Finding, held
 
 SHARES = (0.005, 0.02, 0.05, 0.2, 0.5, 1.0)
 """Values of d, as shares of the largest."""
 METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "torch.topk": lambda u, density: u.abs().topk(max(1, round(density * len(u)))).indices,
-    "published": lambda u, density: GaussianK(density, refine="paper").select(u),
+    "published": lambda u, density: PublishedGaussianK(density).select(u),
     "gaussiank": lambda u, density: GaussianK(density).select(u),
     "topk": lambda u, density: TopK(density).select(u),
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from lightning_sparse.kernels import block_stats as kernel
 from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from tests.support.kernels import HOSTILE, needs_native
@@ -64,8 +65,8 @@ def test_moments():
     assert deviation == pytest.approx(u.double().std(correction=0).item(), rel=1e-5)
 
 
-def test_blocks_of_one_need_no_scan_and_refine_paper_scans_for_itself():
+def test_blocks_of_one_need_no_scan_and_the_published_search_scans_for_itself():
     assert TopK(0.5).block_stats(1000) is None
     assert TopK(0.001).block_stats(1000).block == 64
     assert GaussianK(0.001).block_stats(1000).moments
-    assert GaussianK(0.001, "paper").block_stats(1000) is None
+    assert PublishedGaussianK(0.001).block_stats(1000) is None

@@ -6,13 +6,14 @@ import torch
 from lightning_sparse import METHODS, Method, Reducer, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from tests.support.tiers import in_diagonals, one_in
 from tests.support.training import make
 from tests.support.update_training import exchanged_twice
 
 METHODS_AND_PARTS = {
     **{name: make(name) for name in METHODS},
-    "paper": Method(GaussianK(0.05, refine="paper")),
+    "paper": Method(PublishedGaussianK(0.05)),
     "topk in 8 bits": Method(TopK(0.05, value_format="int8")),
     "topk in 4 bits": Method(TopK(0.05, value_format="int4")),
     "bfloat16": Method(TopK(0.05, value_format="bfloat16")),

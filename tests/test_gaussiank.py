@@ -1,4 +1,4 @@
-"""GaussianK: selects 2k/3 to 4k/3 entries, or runs the published loop."""
+"""GaussianK: selects 2k/3 to 4k/3 entries, or runs the published search."""
 
 import math
 
@@ -7,20 +7,21 @@ import torch
 
 from lightning_sparse.compressors import GaussianK
 from lightning_sparse.context import Context
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from lightning_sparse.kernels import select, threshold
 from tests.support.tiers import one_in, tiers
 from tests.support.updates import decoded, remainder
 from tests.support.vectors import DENSITIES, INPUTS, SMOOTH, laplace, oracle, recorded, student
 
 
-@pytest.mark.parametrize("refine", ["bracket", "paper"])
-def test_by_hand(refine):
+@pytest.mark.parametrize("kind", [GaussianK, PublishedGaussianK])
+def test_by_hand(kind):
     u = torch.tensor([0.0, -3.0, 0.0, 1.0, 0.0, 0.0, -1.0, 0.0, 3.0, 0.0])  # mean 0, variance 2
     # k = 2: z = Φ⁻¹(1 - 0.2 / 2) = 1.28, so the threshold is 1.8, and two entries are above it.
-    assert GaussianK(0.2, refine).select(u).tolist() == [1, 8]
+    assert kind(0.2).select(u).tolist() == [1, 8]
     # k = 4: z = 0.84, so the threshold is 1.2; two are too few, above half of it there are four.
-    assert GaussianK(0.4, refine).select(u).tolist() == [1, 3, 6, 8]
-    assert remainder(GaussianK(0.2, refine), u).tolist() == [0, 0, 0, 1, 0, 0, -1, 0, 0, 0]
+    assert kind(0.4).select(u).tolist() == [1, 3, 6, 8]
+    assert remainder(kind(0.2), u).tolist() == [0, 0, 0, 1, 0, 0, -1, 0, 0, 0]
 
 
 @one_in(2)
@@ -41,18 +42,18 @@ def test_lands_between_two_and_four_thirds(name, monkeypatch):
 
 
 @one_in(2)
-@pytest.mark.parametrize("refine", ["bracket", "paper"])
+@pytest.mark.parametrize("kind", [GaussianK, PublishedGaussianK])
 @pytest.mark.parametrize("name", tiers(INPUTS, ["normal", "few values", "nan and inf"]))
-def test_hostile_inputs(name, refine):
+def test_hostile_inputs(name, kind):
     for numel in (1, 2, 63, 1000, 131072, 300_007):
         u = INPUTS[name](numel)
         for density in (0.001, 0.01, 0.1, 1.0):
-            gaussiank = GaussianK(density, refine)
+            gaussiank = kind(density)
             k = gaussiank.count(numel)
             chosen = gaussiank.select(u)
             assert torch.equal(chosen, oracle(u, len(chosen)))
             assert 1 <= len(chosen) <= gaussiank.capacity(numel)
-            if refine == "bracket":
+            if kind is GaussianK:
                 assert 2 * k / 3 <= len(chosen) <= 4 * k / 3
 
 
@@ -73,30 +74,30 @@ def test_the_published_loop_and_its_defect(draw, density, expected):
     """The numbers are computed from the distributions: nnz/k at the last of the three tests."""
     numel = 2_000_000
     k = density * numel
-    ratio = len(GaussianK(density, refine="paper").select(draw(numel))) / k
+    ratio = len(PublishedGaussianK(density).select(draw(numel))) / k
     # 4 standard deviations of a count, half a digit of the table, and the error of the sample's standard deviation. Its
     # relative error is at most 1 / sqrt(numel) times 3, and the tails fall with at most the tenth power there.
     assert abs(ratio - expected) < 4 * math.sqrt(expected / k) + 0.005 + 30 / math.sqrt(numel) * expected
 
 
 def test_the_published_loop_is_bounded_and_never_empty():
-    gaussiank = GaussianK(0.01, refine="paper")
+    gaussiank = PublishedGaussianK(0.01)
     shifted = torch.randn(10_000) - 50  # the threshold is negative: everything is above it
     assert torch.equal(gaussiank.select(shifted), oracle(shifted, 1200))
     assert gaussiank.capacity(10_000) == 1200
     assert gaussiank.capacity(50) == 12
-    assert GaussianK(0.5, refine="paper").capacity(10) == 10
+    assert PublishedGaussianK(0.5).capacity(10) == 10
     broken = torch.randn(10_000)
     broken[77] = torch.nan  # the threshold is NaN: nothing is above it
     assert torch.equal(gaussiank.select(broken), oracle(broken, 100))
 
 
-@pytest.mark.parametrize("refine", ["bracket", "paper"])
+@pytest.mark.parametrize("kind", [GaussianK, PublishedGaussianK])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_broken_is_sent(refine, bad):
+def test_what_is_broken_is_sent(kind, bad):
     u = torch.randn(5000)
     u[4999] = bad
-    assert 4999 in GaussianK(0.001, refine).select(u).tolist()
+    assert 4999 in kind(0.001).select(u).tolist()
 
 
 @pytest.mark.parametrize("density", [0.001, 0.03])
@@ -156,13 +157,11 @@ def test_the_context_may_ask_for_another_density():
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"GaussianK\(refine='newton'\): choose from bracket, paper"):
-        GaussianK(refine="newton")
-    for refine in ("bracket", "paper"):
+    for kind in (GaussianK, PublishedGaussianK):
         with pytest.raises(ValueError, match=r"must be 1-D"):
-            GaussianK(0.5, refine).select(torch.randn(3, 4))
+            kind(0.5).select(torch.randn(3, 4))
         with pytest.raises(TypeError, match=r"must be torch.float32"):
-            GaussianK(0.5, refine).select(torch.randn(3).double())
+            kind(0.5).select(torch.randn(3).double())
 
 
 @pytest.mark.parametrize("density", [0.001, 0.005, 0.01, 0.05])

@@ -15,6 +15,7 @@ import torch
 from lightning_sparse import Reducer, method
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
 from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.kernels import graphs as module
@@ -384,7 +385,7 @@ def test_a_subclass_says_anew_whether_it_depends_on_the_step():
     assert not TopK().depends_on_step
     assert not Residual().depends_on_step
     assert not DecayingResidual().depends_on_step
-    assert GaussianK(refine="paper").depends_on_step > GaussianK().depends_on_step
+    assert PublishedGaussianK().depends_on_step > GaussianK().depends_on_step
     assert Drawn().depends_on_step
     assert Mine().depends_on_step
 
