@@ -9,7 +9,6 @@ density warm-up is that of the defaults. The last loss is reported only if all r
 equal to stock `ddp`, without the time of its all-reduce.
 
     python -m benchmarks.gpu_training              # losses
-    python -m benchmarks.gpu_training --parts '11 M, P = 8' --lr 0.0005 0.001 0.002
     sudo python -m benchmarks.gpu_training --links # step times
     python -m benchmarks.gpu_training --rehearse   # on a CPU
 
