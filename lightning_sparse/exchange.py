@@ -44,6 +44,7 @@ NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
     "learning rate, or clip the gradients. Strategies with on_nonfinite='skip' leave such steps out."
 )
+IN_FP16 = " If weights are fp16, Adam's eps of 1e-8 becomes 0: set eps=1e-4, or train in bf16."
 MESSAGES = 64
 """If messages take more than this part of the residual's bytes, no CUDA graph decodes them. It would keep a copy of
 them, and entries of twice their size."""
@@ -366,7 +367,8 @@ class Exchange:
             if code > 0
             else f"The {self._root._exchanged}s from {segment.names[0]!r} on are too large for the compressor"
         )
-        raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {NOT_FINITE}")
+        advice = NOT_FINITE + (IN_FP16 if self._root._exchanged == "update" else "")
+        raise NonFiniteGradient(f"{what} on rank {rank} at step {ctx.step}. {advice}")
 
 
 def status_of(rank: int) -> int:

@@ -505,6 +505,7 @@ def test_an_update_that_is_not_finite_is_named_on_all_ranks(bad):
 
     said = simulate(3, rank)
     assert all(text.startswith("The update of 'c' is not finite on rank 1 at step 0.") for text in said)
+    assert all(text.endswith("set eps=1e-4, or train in bf16.") for text in said)
 
 
 def test_a_parameter_of_two_optimizers_and_one_of_another_model_are_refused():
