@@ -273,6 +273,14 @@ SECOND = {
         group=5,
         rehearsal=f"{PYTEST} -n 2 {ON_CUDA} 'cpu and ((no_step and topk) or plain_torch or (two_ranks and some))'",
     ),
+    "users": Part(
+        f"{PYTEST} -n 4 {ON_CUDA} 'not cpu and programs'",
+        150,
+        {"programs of users train in fp32 and in 16-mixed, and ranks end with equal weights": None},
+        needs=("xdist",),
+        group=5,
+        rehearsal=f"{PYTEST} -n 1 {ON_CUDA} 'cpu and programs and True-1'",
+    ),
     "memcheck": Part(
         f"{MEMCHECK} --small",
         140,

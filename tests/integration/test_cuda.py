@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.timing import captured
 from lightning_sparse import METHODS, RankFailure, SparseDDPStrategy, attach, method
@@ -204,6 +205,104 @@ def test_a_loss_scale_skips_steps_alike(size):
         assert 1 <= scale == own_scale < 2**16
         assert torch.equal(stock, weights)
         assert not torch.equal(stock, bits(layers("cuda").parameters()))
+
+
+class Classifier(pl.LightningModule):
+    """A program of a user: a small network, with one of several features.
+
+    Args:
+        build: returns the network.
+        step: calls the network.
+        optimizer: the class of the optimizer, and its options.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module] = lambda: small(nn.LayerNorm(64)),
+        step: Callable[[nn.Module, Tensor], Tensor] = lambda net, x: net(x),
+        optimizer: tuple[Any, dict[str, Any]] = (torch.optim.AdamW, {}),
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.step, self.optimizer, self.losses = build(), step, optimizer, list[Tensor]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.step(self.net, batch).float(), batch[:, :8].argmax(1))
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind, options = self.optimizer
+        made: torch.optim.Optimizer = kind(self.parameters(), 3e-3, **options)
+        return made
+
+
+def small(norm: nn.Module) -> nn.Module:
+    """Return a network with a norm and dropout."""
+    return nn.Sequential(nn.Linear(64, 64), norm, nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8))
+
+
+def convolutional() -> nn.Module:
+    """Return a network whose weights are channels_last."""
+    head = (nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(64, 8))
+    net: nn.Module = nn.Sequential(nn.Unflatten(1, (4, 4, 4)), nn.Conv2d(4, 16, 3, padding=1), *head)
+    return net.to(memory_format=torch.channels_last)
+
+
+def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    """Call a network and compute its activations again in backward."""
+    result: Tensor = checkpoint(net, x, use_reentrant=False)
+    return result
+
+
+ADAMW = torch.optim.AdamW
+PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "fused": ({"optimizer": (ADAMW, {"fused": True})}, {}, {}),
+    "capturable": ({"optimizer": (ADAMW, {"capturable": True})}, {}, {}),
+    "amsgrad": ({"optimizer": (ADAMW, {"amsgrad": True})}, {}, {}),
+    "nadam": ({"optimizer": (torch.optim.NAdam, {})}, {}, {}),
+    "rmsprop": ({"optimizer": (torch.optim.RMSprop, {})}, {}, {}),
+    "compiled": ({"build": lambda: torch.compile(small(nn.LayerNorm(64)))}, {}, {}),
+    "activations computed again": ({"step": checkpointed}, {}, {}),
+    "channels_last": ({"build": convolutional}, {}, {}),
+    "SyncBatchNorm": ({"build": convolutional}, {}, {"sync_batchnorm": True}),
+    "clipped": ({}, {}, {"gradient_clip_val": 0.5}),
+    "accumulated": ({}, {}, {"accumulate_grad_batches": 2}),
+    "local steps": ({}, {"local_steps": 2}, {}),
+    "with the next step": ({}, {"overlap": "next_step"}, {}),
+    "after backward": ({}, {"overlap": "none"}, {}),
+}
+"""Options of the module, of the strategy and of the Trainer."""
+ON_CUDA_ONLY = {"capturable", "SyncBatchNorm"}
+
+
+def programs(rank: int, device: str, size: int, precision: str) -> dict[str, tuple[Tensor, float, float]]:
+    found = {}
+    inputs = torch.randn(120, 16, 64, generator=torch.Generator().manual_seed(rank))
+    backend = "nccl" if size == 1 and device == "cuda" else "gloo"
+    for name, (of_module, of_strategy, of_trainer) in PROGRAMS.items():
+        if device == "cpu" and name in ON_CUDA_ONLY:
+            continue
+        net = Classifier(**of_module)
+        strategy = SparseDDPStrategy("topk", density=0.05, process_group_backend=backend, **of_strategy)
+        accelerator = {"cpu": "cpu", "cuda": "gpu"}[device]
+        run = trainer(strategy, 1, accelerator=accelerator, num_nodes=size, precision=precision, **of_trainer)
+        run.fit(net, Batches([*inputs]))
+        losses = torch.stack(net.losses).cpu()
+        found[name] = bits(net.parameters()), float(losses[:10].mean()), float(losses[-10:].mean())
+    return found
+
+
+@on_both
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("half", [False, True])
+def test_programs_of_users_train(device, size, half):
+    """The loss falls, and all ranks end with the same weights."""
+    precision = {"cpu": "bf16-mixed", "cuda": "16-mixed"}[device] if half else "32-true"
+    first, *others = ranks(device, size, programs, size, precision, backend=None if device == "cuda" else "gloo")
+    for name, (weights, before, after) in first.items():
+        assert after < before - 0.1, (name, before, after)
+        assert all(torch.equal(weights, other[name][0]) for other in others), name
 
 
 def over_gloo(rank: int, device: str, names: list[str]) -> dict[str, dict[str, Any]]:
