@@ -83,6 +83,15 @@ class TrainerCalls:
         super().setup_environment()
         self._destroys_groups_at_exit()
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        if self.exchanger is not None:
+            raise self._training.failed(
+                f"setup_optimizers of {type(self).__name__} was called within fit, and new optimizers would not "
+                f"exchange what they do. Change the present ones, by add_param_group or by their options; or end this "
+                f"fit and begin another one."
+            )
+        super().setup_optimizers(trainer)
+
     # Training:
 
     def on_train_start(self) -> None:

@@ -189,6 +189,25 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
         assert "clip_norm" in said[name][0]
 
 
+@pytest.mark.parametrize("exchange", ["gradient", "update"])
+def test_optimizers_cannot_be_set_up_anew_within_fit(exchange):
+    """A hook may do so to unfreeze layers, for example. Stock ddp goes on with the new optimizers."""
+
+    class Anew(Net):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def rank(rank: int) -> str:
+        run = trainer(SparseDDPStrategy("topk", exchange=exchange), 2, max_epochs=2)
+        with pytest.raises(RuntimeError) as caught:
+            run.fit(Anew(), Loader(rank, 2, 2))
+        return str(caught.value)
+
+    for text in lightning_ranks(2, rank):
+        assert "setup_optimizers of SparseDDPStrategy was called within fit" in text
+
+
 @pytest.mark.parametrize(("nodes", "wrong"), [([0, 1, 0, 1], "0 to 1"), ([0, 0, 1, 2], "2 to 3"), ([0, 0, 1, 1], None)])
 def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
     """SLURM's --distribution=cyclic separates the ranks of a node."""
