@@ -39,7 +39,8 @@ TAKE_TURNS = (
 class ExchangedGradients:
     """Warns once if an exchanged gradient is changed or thrown away before its optimizer's step.
 
-    Gradients may accumulate over several exchanges, and a GradScaler may unscale them.
+    Gradients may accumulate over several exchanges, and a GradScaler may unscale them. It also warns of a step with a
+    gradient that ranks have not exchanged.
 
     Args:
         params: the parameters of a model, by name.
@@ -49,6 +50,7 @@ class ExchangedGradients:
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
+        self._local: set[int] = set()  # gradients of backward passes since DDP last delivered them
         self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
@@ -69,7 +71,11 @@ class ExchangedGradients:
             hook.remove()
         unwrap("step", self._scaled_step)
         unwrap("unscale_", self._unscale)
-        self._params, self._written = {}, {}
+        self._params, self._written, self._local = {}, {}, set()
+
+    def on_delivery(self, params: Iterable[Tensor]) -> None:
+        """Note that DDP delivers the gradients of these parameters, for ranks to exchange."""
+        self._local.difference_update(map(id, params))
 
     def on_exchange(self, names: Iterable[str]) -> None:
         """Record the gradients of these parameters, just after ranks have exchanged them."""
@@ -93,6 +99,7 @@ class ExchangedGradients:
             self._looked = True
             self._thrown_away |= {key for key in self._written if self._has_changed(key)}
         self._written.pop(key, None)
+        self._local.add(key)
 
     def _has_changed(self, key: int) -> bool:
         grad = self._params[key][1].grad
@@ -126,6 +133,9 @@ class ExchangedGradients:
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
         waiting = [key for key in own if key in self._written]
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
+        if local := [key for key in own if key in self._local and self._params[key][1].grad is not None]:
+            self._warn_of_local(optimizer, local[0])
+            return []
         if changed := [key for key in waiting if self._has_changed(key)]:
             how = "was written before the step, as by clipping or by a hook of yours. If that changed it, the"
             self._warn(optimizer, changed[0], how)
@@ -137,6 +147,16 @@ class ExchangedGradients:
                 del self._written[key]
             return waiting
         return []
+
+    def _warn_of_local(self, optimizer: Optimizer, key: int) -> None:
+        name, _ = self._params[key]
+        self._end()
+        log.warning(
+            f"{type(optimizer).__name__} steps with a gradient of {name!r} that ranks have not exchanged, so their "
+            f"weights drift apart. With Lightning's manual optimization call self.manual_backward(loss) in place of "
+            f"loss.backward(), and once for each step. In plain torch call the last backward pass before a step "
+            f"outside of no_sync()."
+        )
 
     def _warn(self, optimizer: Optimizer, key: int, how: str, remedy: str = "") -> None:
         name, _ = self._params[key]

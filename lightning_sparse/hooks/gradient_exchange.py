@@ -125,6 +125,8 @@ class GradientExchanger(Exchanger):
                 f"when compression was attached. Freeze and unfreeze parameters before the model is wrapped."
             )
         names = [self._name_of[id(param)] for param in bucket.parameters()]
+        if self._exchanged is not None:
+            self._exchanged.on_delivery(bucket.parameters())
         views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
         unused = set[str]() if self._used is None else set(names) - self._used
         if self._used is not None:

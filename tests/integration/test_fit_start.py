@@ -189,6 +189,41 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
         assert "clip_norm" in said[name][0]
 
 
+class Raw(Net):
+    """Manual optimization with torch's backward, which DDP does not prepare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.optimizers().zero_grad()
+        super().training_step(batch, index).backward()
+        self.optimizers().step()
+
+
+class TwoPasses(Net):
+    """DDP averages the gradients of the first backward pass."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@pytest.mark.parametrize("net", [Raw, TwoPasses])
+def test_a_step_with_gradients_that_ranks_have_not_exchanged_is_warned_of_once(net):
+    def rank(rank: int) -> list[str]:
+        messages = Messages()
+        trainer(strategy("topk", 0.1), 2).fit(net(), Loader(rank, 2))
+        return messages.texts
+
+    first, second = lightning_ranks(2, rank)
+    assert [text[: text.index(", so")] for text in first] == [
+        "SGD steps with a gradient of 'embedding.weight' that ranks have not exchanged"
+    ]
+    assert second == []
+
+
 @pytest.mark.parametrize("exchange", ["gradient", "update"])
 def test_optimizers_cannot_be_set_up_anew_within_fit(exchange):
     """A hook may do so to unfreeze layers, for example. Stock ddp goes on with the new optimizers."""
