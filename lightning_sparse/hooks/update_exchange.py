@@ -195,7 +195,7 @@ class UpdateExchanger(Exchanger):
         untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
-        self._unshared = False  # whether parameters without updates may differ among ranks
+        self._unshared = False  # whether buffers, and parameters without updates, may differ among ranks
         worker.start()
 
     @property
@@ -381,6 +381,11 @@ class UpdateExchanger(Exchanger):
             self._unshared = False
             self._share_others()
 
+    def end(self) -> None:
+        """Exchange pending updates, and leave no difference among ranks in the model. All ranks call it."""
+        self._unshared = self._rule.local_steps > 1 or self._rule.delayed
+        self.exchange_pending()
+
     @torch.no_grad()
     def settle(self, gradients: bool = True) -> None:
         """Leave no difference among ranks but in residuals, at the price of dense exchanges. Gradients may follow.
@@ -403,15 +408,17 @@ class UpdateExchanger(Exchanger):
         self._during(settle)
 
     def _share_others(self) -> None:
-        """Broadcast the parameters without updates from rank 0, because the module may change them.
+        """Broadcast buffers, and the parameters without updates, from rank 0, because the module may change them.
 
-        A momentum encoder does so, for example. The value of rank 0 is used, as for buffers: a checkpoint contains this
-        value, and a mean may be invalid. For example, a mean of unit vectors is not a unit vector.
+        A momentum encoder does so, for example, and a callback that prunes weights changes masks. The value of rank 0
+        is used: a checkpoint contains this value, and a mean may be invalid. For example, a mean of unit vectors is not
+        a unit vector.
         """
         model = self._unattached.model
         if model is None:
             return
         others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
+        others += [local(x).detach() for x in self._buffers().values()]
         if others:
             self._during(partial(broadcast_differing, self.comm, others, self._session.device))
 

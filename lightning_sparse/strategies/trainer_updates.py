@@ -59,12 +59,12 @@ class TrainerUpdates(UpdateTraining):
         return super().step(optimizer, closure, step)
 
     def _call_before_callbacks(self) -> Any:
-        """Add a callback that exchanges pending updates before other callbacks swap or average weights.
+        """Add a callback that exchanges pending updates before other callbacks swap, average or prune weights.
 
         Lightning calls strategies after callbacks.
         """
         first = import_module(self._strategy._namespace).Callback()
-        first.on_validation_start = first.on_train_end = self.exchange_pending
+        first.on_validation_start, first.on_train_end = self.exchange_pending, lambda *_: self.exchanger.end()
         first.on_train_batch_end, first.on_train_epoch_end = self._check_averages, self._end_epoch
         self._trainer.callbacks.insert(0, first)
         return first

@@ -1933,6 +1933,22 @@ def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, opt
     assert fails or torch.equal(first, second)
 
 
+@pytest.mark.parametrize("options", [{"local_steps": 3}, {"overlap": "next_step"}])
+def test_pruned_weights_are_equal_on_all_ranks(options):
+    """The masks of the last epoch come from weights that may differ among ranks, and no exchange follows."""
+
+    def run(rank: int) -> Tensor:
+        net = Net(momentum=0.9)
+        prune = pl.callbacks.ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
+        how = SparseDDPStrategy("topk", density=0.1, exchange="update", **options)
+        trainer(how, 2, callbacks=[prune], max_epochs=3).fit(net, Loader(rank, 2))
+        return net.weights
+
+    first, second = lightning_ranks(2, run)
+    assert torch.equal(first, second)
+    assert (first == 0).sum() > 100
+
+
 class InfiniteAtFirst(Net):
     """Its first gradient is infinite on the given ranks."""
 
