@@ -370,7 +370,8 @@ class DeltaExchange:
             self._write_stale()
             for weights, change in kept:
                 weights.sub_(change)
-            present, copies = self._buffers(), self._buffer_copies
+            # Rank 0's own copies may be older than its buffers, which change while gradients accumulate.
+            present, copies = self._buffers(), {} if self._reducer.comm.is_first else self._buffer_copies
             self._buffer_copies = {}
             for name in present.keys() & copies.keys():
                 if present[name].shape == copies[name].shape:

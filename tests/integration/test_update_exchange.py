@@ -1949,6 +1949,24 @@ def test_pruned_weights_are_equal_on_all_ranks(options):
     assert (first == 0).sum() > 100
 
 
+def test_statistics_of_batches_that_wait_for_a_step_outlast_a_validation():
+    """With overlap="next_step", an exchange broadcasts rank 0's buffers of its beginning."""
+
+    class Validated(Net):
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            pass
+
+    def run(rank: int) -> list[Tensor]:
+        net, how = Validated(), SparseDDPStrategy("topk", density=0.1, exchange="update", overlap="next_step")
+        run = trainer(how, 2, accumulate_grad_batches=3, val_check_interval=2, num_sanity_val_steps=0)
+        run.fit(net, Loader(rank, 2), Loader(rank, 2, 1))
+        return list(net.buffers())
+
+    first, second = lightning_ranks(2, run)
+    assert same(first, second)
+    assert first[-1] == 8  # num_batches_tracked
+
+
 class InfiniteAtFirst(Net):
     """Its first gradient is infinite on the given ranks."""
 
