@@ -247,6 +247,13 @@ class UpdateExchanger(Exchanger):
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         if self._overlap is not None and self._overlap.has_begun:
             return
+        if self.phase is Phase.EXCHANGING:
+            error = self._session.error or RuntimeError(
+                "An exchange of updates was interrupted on this rank, as by Ctrl-C: entries of its residual may be "
+                "lost, and other ranks may have completed the exchange. Restart all ranks from a checkpoint."
+            )
+            self._failed(error)
+            raise error
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
         taken = self._steps[self.optimizers.index(optimizer)] % steps
         if taken == 0:

@@ -2184,6 +2184,37 @@ def test_pending_updates_are_exchanged_when_it_is_asked_for(options):
         exchange_pending(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1))
 
 
+def interrupted_within_an_exchange(rank: int) -> list[str]:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    reducer = attach_updates(net, optimizer, density=0.1)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(8, 6)).square().mean().backward()
+        with pytest.MonkeyPatch.context() as patched:
+            if step == 1 and rank == 1:
+                patched.setattr(reducer, "begin", interrupt)
+            try:
+                optimizer.step()
+            except BaseException as error:
+                found.append(f"{type(error).__name__}: {error}")
+                if not isinstance(error, KeyboardInterrupt):
+                    break
+    return found
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_step_after_an_interrupted_exchange_is_an_error_on_all_ranks():
+    first, second = run_ranks(2, interrupted_within_an_exchange)
+    assert second[0].startswith("KeyboardInterrupt")
+    assert second[1].startswith("RuntimeError: An exchange of updates was interrupted on this rank")
+    assert "Rank 1 failed at step 1: RuntimeError: An exchange of updates was interrupted" in first[0]
+
+
 def test_lbfgs_is_refused_for_what_it_keeps():
     def run(rank: int) -> tuple[str, str, float]:
         return caught(lambda: fit(rank, partial(Net, torch.optim.LBFGS), {"exchange": "update"}))
