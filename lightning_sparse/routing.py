@@ -31,11 +31,15 @@ class Routing:
         comm: this rank's connection to the other ranks.
         layout: the partition of the parameters.
         dtypes: their dtypes, which ranks compare.
+
+    Attributes:
+        others: a digest of further settings that must be equal on all ranks in each exchange.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
         self._method, self._comm, self._segments = method, comm, layout.segments
         self._settings = repr((method, layout.digest, dtypes))
+        self.others = 0
         self._logged: set[float | None] = set()
         self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
 
@@ -49,7 +53,7 @@ class Routing:
 
     def fingerprint(self, ctx: Context, in_sync: bool) -> int:
         """Return a checksum of settings and counters, which must be equal on all ranks in each exchange."""
-        equal = (self._settings, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)
+        equal = (self._settings, self.others, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)
         return zlib.crc32(repr(equal).encode())
 
     def note_exchange(self, segment: Segment, aggregator: Aggregator[Any]) -> None:

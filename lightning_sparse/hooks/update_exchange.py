@@ -11,6 +11,7 @@ import inspect
 import logging
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +32,7 @@ from lightning_sparse._compat import (
     step_depth,
     step_hooks,
 )
+from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
@@ -47,7 +49,7 @@ from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
-from lightning_sparse.options import Overlap, ReducerOptions
+from lightning_sparse.options import Overlap, ReducerOptions, listed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -91,12 +93,33 @@ class _Buffers:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
         at_start = broadcast_buffers or forward_sync_buffers is not None
         self.at_start: dict[str, Tensor] = dict(model.named_buffers()) if at_start else {}
+        self._kinds = _kinds(self())
 
     def __call__(self) -> dict[str, Tensor]:
         """Return the buffers to broadcast after each exchange, by name."""
         # Look them up each time, because a module may replace the tensor of a buffer.
         model = self._model()
         return {} if model is None else dict(model.named_buffers())
+
+    @property
+    def digest(self) -> int:
+        """A number that depends on the shapes and dtypes of the buffers; a broadcast needs equal ones."""
+        return zlib.crc32(repr([*_kinds(self()).values()]).encode())
+
+    def explain(self, error: BaseException) -> None:
+        """Add to the error of ranks that are out of step which buffers have changed their shapes."""
+        now, start = _kinds(self()), self._kinds
+        changed = [repr(name) for name in {**start, **now} if now.get(name) != start.get(name)]
+        if changed and isinstance(error, RankFailure) and "shapes of buffers" in str(error):
+            error.args = (
+                f"{error} On this rank, the buffers {listed(changed)} are new, gone or of another shape since the "
+                f"start. Make buffers before training, with equal shapes on all ranks, and keep a cache in a plain "
+                f"attribute.",
+            )
+
+
+def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (*x.shape, x.dtype) for name, x in buffers.items()}
 
 
 class UpdateExchanger(Exchanger):
@@ -339,6 +362,7 @@ class UpdateExchanger(Exchanger):
 
     def _begin_exchange(self) -> None:
         self.phase = Phase.EXCHANGING
+        self.reducer.routing.others = self._buffers.digest
         self._session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
@@ -349,6 +373,7 @@ class UpdateExchanger(Exchanger):
         try:
             exchange()
         except Exception as error:
+            self._buffers.explain(error)
             self._failed(error)
             if self._session.error is not error:  # that error has freed the device, and names the cause
                 raise self._session.error from error  # type: ignore[misc]

@@ -2055,6 +2055,44 @@ def test_buffers_that_a_module_replaces_become_rank_0s():
     assert torch.equal(first["buffers"], second["buffers"])
 
 
+class Cached(nn.Module):
+    """Makes a buffer again, or first makes it, in the forward pass of one rank."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.linear = name, nn.Linear(4, 2)
+        self.register_buffer("mask", torch.zeros(3))
+
+    def forward(self, x: Tensor, here: bool) -> Tensor:
+        if here:
+            self.register_buffer(self.name, torch.ones(5))
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def with_a_buffer_of_one_rank(rank: int, name: str, where: int, **options: Any) -> str:
+    net = Cached(name)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    attach_updates(net, optimizer, density=0.1, **options)
+
+    def train() -> None:
+        for _ in range(4):
+            net(torch.ones(1, 4), rank == where).sum().backward()
+            optimizer.step()
+
+    kind, text, _ = caught(train)
+    return f"{kind}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "options"), [("mask", 1, {}), ("cache", 0, {}), ("mask", 0, {"overlap": "next_step"})]
+)
+def test_buffers_whose_shapes_differ_among_ranks_are_an_error_that_names_them(name, where, options):
+    found = run_ranks(2, partial(with_a_buffer_of_one_rank, name=name, where=where, **options))
+    assert all(text.startswith("RankFailure: Ranks are out of step") for text in found)
+    assert f"On this rank, the buffers {name!r} are new, gone or of another shape" in found[where]
+    assert "On this rank" not in found[1 - where]
+
+
 def test_one_rank_is_warned_that_nothing_is_gained():
     (only,) = lightning_ranks(1, fit, AdamNet, {}, 1)
     assert any("SparseDDPStrategy on one rank sends nothing to anybody" in text for text in only["messages"])
