@@ -259,17 +259,21 @@ def _is_copy(x: Tensor, weights: Tensor) -> bool:
 
 
 class RefuseDDP:
-    """Makes a model's first forward pass raise an error if DistributedDataParallel wraps it. It can be pickled."""
+    """Makes a model's forward pass raise an error if DistributedDataParallel wraps it. It can be pickled.
+
+    The hook goes when the exchange has ended, and from copies of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._hook = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
-        """Check once."""
+        """Check each pass, because the model may be wrapped after the first ones."""
         if torch.compiler.is_compiling():
             return
-        self._hook.remove()
-        if in_ddp_forward() and model in _attached:
+        if model not in _attached:
+            self._hook.remove()
+        elif in_ddp_forward():
             raise RuntimeError(
                 f"DistributedDataParallel is around the {type(model).__name__} that attach_updates got: all gradients "
                 f"would be sent as well, and updates be rescaled as if they had not been averaged. Train with the "

@@ -77,6 +77,15 @@ def within_ddp(net: nn.Module) -> Any:
     return caught(lambda: ddp(torch.zeros(1, 8)))
 
 
+def within_ddp_later(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(net, optimizer)
+    gradients(net, 0)
+    optimizer.step()
+    ddp = DistributedDataParallel(net)
+    return caught(lambda: ddp(torch.zeros(1, 8)))
+
+
 class Wrapper(torch.optim.Optimizer):
     """Like accelerate's wrapper, does not call torch's constructor."""
 
@@ -114,6 +123,7 @@ def replaced_parameters(net: nn.Module) -> Any:
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
         (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
+        (within_ddp_later, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
         (wrapped, "TypeError", "Wrapper calls no hooks of torch around its steps, so its updates cannot be exchanged"),
         (no_optimizer, "TypeError", "attach_updates(optimizer=generator(...)): give an optimizer, or a list"),
         (replaced_parameters, "ValueError", "AdamW no longer steps '2.weight', '2.bias', which it stepped when"),
