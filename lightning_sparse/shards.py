@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 AFTER_SHARDING = " Create the optimizer after fully_shard, which replaces the parameters."
@@ -205,7 +206,7 @@ def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         group: the ranks that exchange updates; None is the default group.
 
     Raises:
-        TypeError: the model is sharded by FSDP1.
+        TypeError: the model is sharded by FSDP1, or DistributedDataParallel averages a part over ranks of the group.
         ValueError: a rank of the group shares a parameter with this rank, or a trained parameter is not sharded.
     """
     if _of_fsdp("FullyShardedDataParallel", model):
@@ -214,6 +215,13 @@ def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             f"Shard it by FSDP2: fully_shard(module, mesh=mesh['shard'])."
         )
     ranks, rank = {*dist.get_process_group_ranks(group or dist.group.WORLD)}, dist.get_rank()  # type: ignore[arg-type]
+    for name, module in model.named_modules():
+        averages = isinstance(module, DistributedDataParallel)
+        if averages and ranks & {*dist.get_process_group_ranks(module.process_group)} - {rank}:
+            raise TypeError(
+                f"{name!r} of the {type(model).__name__} is a DistributedDataParallel: its gradients would be sent as "
+                f"well, and its updates be rescaled as if they had not been averaged. Give the model without it."
+            )
     shards = {name: param for name, param in model.named_parameters() if is_sharded(param)}
     meshes: dict[str, Any] = {name: param.device_mesh for name, param in shards.items()}  # type: ignore[attr-defined]
     for name, mesh in meshes.items():

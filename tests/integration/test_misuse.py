@@ -86,6 +86,11 @@ def within_ddp_later(net: nn.Module) -> Any:
     return caught(lambda: ddp(torch.zeros(1, 8)))
 
 
+def part_within_ddp(net: nn.Module) -> Any:
+    net[0] = DistributedDataParallel(net[0])
+    return caught(lambda: attach_updates(net, torch.optim.AdamW(net.parameters())))
+
+
 class Wrapper(torch.optim.Optimizer):
     """Like accelerate's wrapper, does not call torch's constructor."""
 
@@ -123,6 +128,7 @@ def replaced_parameters(net: nn.Module) -> Any:
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
         (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
+        (part_within_ddp, "TypeError", "'0' of the Sequential is a DistributedDataParallel: its gradients would be"),
         (within_ddp_later, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
         (wrapped, "TypeError", "Wrapper calls no hooks of torch around its steps, so its updates cannot be exchanged"),
         (no_optimizer, "TypeError", "attach_updates(optimizer=generator(...)): give an optimizer, or a list"),
