@@ -254,7 +254,13 @@ class UpdateExchanger(Exchanger):
     def _broadcast_weights(self) -> None:
         if (model := self._unattached.model) is not None:
             reshard(model)
-            tensors = [local(x).detach() for x in (*model.parameters(), *self._buffers.at_start.values())]
+            named = {**dict(model.named_parameters()), **self._buffers.at_start}
+            if name := next((name for name, x in named.items() if x.is_meta), ""):
+                raise ValueError(
+                    f"{name!r} of the {type(model).__name__} is on 'meta', so ranks cannot agree on its values. "
+                    f"Give it values before, or leave its module out of the model."
+                )
+            tensors = [local(x).detach() for x in named.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
     # Steps of an optimizer.

@@ -91,6 +91,11 @@ def part_within_ddp(net: nn.Module) -> Any:
     return caught(lambda: attach_updates(net, torch.optim.AdamW(net.parameters())))
 
 
+def without_values(net: nn.Module) -> Any:
+    net.append(nn.Linear(4, 4, device="meta").requires_grad_(False))
+    return caught(lambda: attach_updates(net, torch.optim.AdamW([*net[0].parameters(), *net[2].parameters()])))
+
+
 class Wrapper(torch.optim.Optimizer):
     """Like accelerate's wrapper, does not call torch's constructor."""
 
@@ -128,6 +133,7 @@ def replaced_parameters(net: nn.Module) -> Any:
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
         (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
+        (without_values, "ValueError", "'3.weight' of the Sequential is on 'meta', so ranks cannot agree on its"),
         (part_within_ddp, "TypeError", "'0' of the Sequential is a DistributedDataParallel: its gradients would be"),
         (within_ddp_later, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
         (wrapped, "TypeError", "Wrapper calls no hooks of torch around its steps, so its updates cannot be exchanged"),
