@@ -93,7 +93,7 @@ class _Buffers:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
         at_start = broadcast_buffers or forward_sync_buffers is not None
         self.at_start: dict[str, Tensor] = dict(model.named_buffers()) if at_start else {}
-        self._kinds = _kinds(self())
+        self._kinds = self._now = _kinds(self())  # at the start, and in the last exchange
 
     def __call__(self) -> dict[str, Tensor]:
         """Return the buffers to broadcast after each exchange, by name."""
@@ -101,16 +101,17 @@ class _Buffers:
         model = self._model()
         return {} if model is None else dict(model.named_buffers())
 
-    @property
     def digest(self) -> int:
-        """A number that depends on the shapes and dtypes of the buffers; a broadcast needs equal ones."""
-        return zlib.crc32(repr([*_kinds(self()).values()]).encode())
+        """Return a number that depends on the shapes and dtypes of the buffers; a broadcast needs equal ones."""
+        self._now = _kinds(self())
+        return zlib.crc32(repr([*self._now.values()]).encode())
 
     def explain(self, error: BaseException) -> None:
         """Add to the error of ranks that are out of step which buffers have changed their shapes."""
-        now, start = _kinds(self()), self._kinds
+        now, start = self._now, self._kinds
         changed = [repr(name) for name in {**start, **now} if now.get(name) != start.get(name)]
-        if changed and isinstance(error, RankFailure) and "shapes of buffers" in str(error):
+        is_of_shapes = isinstance(error, RankFailure) and "shapes of buffers" in str(error)
+        if changed and is_of_shapes and "On this rank" not in str(error):
             error.args = (
                 f"{error} On this rank, the buffers {listed(changed)} are new, gone or of another shape since the "
                 f"start. Make buffers before training, with equal shapes on all ranks, and keep a cache in a plain "
@@ -200,7 +201,7 @@ class UpdateExchanger(Exchanger):
         try:
             self._broadcast_weights()
             self._rates.compare()
-            worker = Worker(session.stream, session.over_nccl, session.look, session.end_by, session.free_device)
+            worker = Worker(session.stream, session.over_nccl, session.look, self._end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
         except BaseException as error:  # for example, too little memory for a copy of the weights
             session.fail(error)
@@ -368,7 +369,7 @@ class UpdateExchanger(Exchanger):
 
     def _begin_exchange(self) -> None:
         self.phase = Phase.EXCHANGING
-        self.reducer.routing.others = self._buffers.digest
+        self.reducer.routing.others = self._buffers.digest()
         self._session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
@@ -379,7 +380,6 @@ class UpdateExchanger(Exchanger):
         try:
             exchange()
         except Exception as error:
-            self._buffers.explain(error)
             self._failed(error)
             if self._session.error is not error:  # that error has freed the device, and names the cause
                 raise self._session.error from error  # type: ignore[misc]
@@ -390,7 +390,13 @@ class UpdateExchanger(Exchanger):
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
+        self._buffers.explain(error)
         self._session.abort(error)
+
+    def _end_by(self, error: BaseException) -> None:
+        """Record an error in the thread that exchanges."""
+        self._buffers.explain(error)
+        self._session.end_by(error)
 
     @torch.inference_mode(False)  # other threads and later steps change its tensors
     @torch.no_grad()
