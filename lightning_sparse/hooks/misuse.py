@@ -261,19 +261,21 @@ def _is_copy(x: Tensor, weights: Tensor) -> bool:
 class RefuseDDP:
     """Makes a model's forward pass raise an error if DistributedDataParallel wraps it. It can be pickled.
 
-    The hook goes when the exchange has ended, and from copies of the model.
+    It checks all passes up to the first one after an exchange, because the model may be wrapped after an evaluation.
+    Then the hook goes: TorchScript takes no model with it, and a saved model would need this package.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._hook = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
-        """Check each pass, because the model may be wrapped after the first ones."""
+        """Check one pass."""
         if torch.compiler.is_compiling():
             return
-        if model not in _attached:
+        exchange = attached(model)
+        if exchange is None or exchange.reducer.step > 0:
             self._hook.remove()
-        elif in_ddp_forward():
+        if exchange is not None and in_ddp_forward():
             raise RuntimeError(
                 f"DistributedDataParallel is around the {type(model).__name__} that attach_updates got: all gradients "
                 f"would be sent as well, and updates be rescaled as if they had not been averaged. Train with the "

@@ -1,6 +1,7 @@
 """Errors for mistakes after `attach_updates` that would make ranks drift apart, and none for valid code."""
 
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -315,6 +316,22 @@ def attached_anew(_: int, how: str) -> Tensor:
         trained(torch.randn(4, 8)).square().mean().backward()
         second.step()
     return weights(net)
+
+
+def scripted(_: int) -> tuple[bool, bool]:
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(net, optimizer)
+    for step in range(2):
+        gradients(net, step)
+        optimizer.step()
+    x = torch.ones(2, 8)
+    return b"lightning_sparse" in pickle.dumps(net), torch.equal(torch.jit.script(net)(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_trained_model_can_be_scripted_and_its_pickle_needs_no_package():
+    assert run_ranks(2, scripted) == [(False, True)] * 2
 
 
 @one_in(3)
