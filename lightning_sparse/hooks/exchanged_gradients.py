@@ -52,6 +52,7 @@ class ExchangedGradients:
         self._thrown_away: set[int] = set()
         self._local: set[int] = set()  # gradients of backward passes since DDP last delivered them
         self._looked = True  # whether this backward pass has compared gradients with `_written`
+        self._may_move = True  # until the first look after the first backward pass
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
         self._hooks = [
@@ -97,6 +98,7 @@ class ExchangedGradients:
     def _before_accumulation(self, key: int, _: Tensor) -> None:
         if not self._looked:  # the first gradient of this backward pass
             self._looked = True
+            self._note_move()
             self._thrown_away |= {key for key in self._written if self._has_changed(key)}
         self._written.pop(key, None)
         self._local.add(key)
@@ -104,6 +106,17 @@ class ExchangedGradients:
     def _has_changed(self, key: int) -> bool:
         grad = self._params[key][1].grad
         return grad is None or _state(grad) != self._written[key]
+
+    def _note_move(self) -> None:
+        """Record gradients again if DDP has moved them: once, in the forward pass after the first backward pass."""
+        if self._may_move and self._written:
+            self._may_move = False
+            if all(map(self._has_moved, self._written)):
+                self._note([*self._written])
+
+    def _has_moved(self, key: int) -> bool:
+        grad = self._params[key][1].grad
+        return grad is not None and grad.data_ptr() != self._written[key][0]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -130,6 +143,7 @@ class ExchangedGradients:
         """Warn if an optimizer's exchanged gradients have changed; return their keys if they have not."""
         if not self._params:
             return []
+        self._note_move()
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
         waiting = [key for key in own if key in self._written]
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import random
 import threading
 import time
@@ -419,10 +420,12 @@ LOOPS = {  # one batch each, and whether it is warned of
 }
 
 
-def warns(loop: str) -> bool:
-    """Return whether a loop of these actions is warned of, once."""
+def warns(loop: str, views: bool) -> bool:
+    """Return whether a loop of these actions is warned of, once. Gradients may be views of DDP's buckets."""
     messages = Messages()
-    ddp, scaler = DistributedDataParallel(nn.Linear(30, 30)), torch.amp.GradScaler("cpu")
+    net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=views)
+    scaler = torch.amp.GradScaler("cpu")
     params = list(ddp.parameters())
     optimizer = torch.optim.SGD(params, 0.01)
     attach(ddp, "topk", density=0.1, loss_scale=scaler.get_scale if "scaled" in loop else None)
@@ -461,8 +464,9 @@ def warns(loop: str) -> bool:
 
 
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
-    found = run_ranks(1, lambda _: {name: warns(loop) for name, (loop, _) in LOOPS.items()})
-    assert found == [{name: expected for name, (_, expected) in LOOPS.items()}]
+    cases = list(itertools.product(LOOPS, (False, True)))
+    (found,) = run_ranks(1, lambda _: {case: warns(LOOPS[case[0]][0], case[1]) for case in cases})
+    assert found == {case: LOOPS[case[0]][1] for case in cases}
 
 
 @full
