@@ -34,7 +34,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import parameters_by_name, shard_offset
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
-from lightning_sparse.shards import is_sharded, local, reshard, state_like
+from lightning_sparse.shards import is_sharded, local, parameters_of, reshard, state_like
 from lightning_sparse.state import resized
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of its `state_dict`."""
     name_of = {id(param): name for name, param in parameters_by_name(model).items()}
-    return [name_of[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    return [name_of[id(param)] for param in parameters_of([optimizer])]
 
 
 def _places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:

@@ -189,12 +189,17 @@ def unsharded(model: nn.Module, ranks: Collection[int]) -> str:
     return ""
 
 
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of optimizers, in the order of their groups."""
+    return [param for each in optimizers for group in each.param_groups for param in group["params"]]
+
+
 def groups_of(optimizers: Iterable[Optimizer]) -> set[dist.ProcessGroup]:
     """Return the process groups over which parameters of optimizers are sharded.
 
     FSDP2 sometimes replaces a model's parameters by gathered ones. An optimizer keeps its own.
     """
-    params: list[Any] = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    params: list[Any] = parameters_of(optimizers)
     return {group for mesh in {x.device_mesh for x in params if is_sharded(x)} for group in mesh.get_all_groups()}
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import as_bytes
-from lightning_sparse.shards import local, state_like
+from lightning_sparse.shards import local, parameters_of, state_like
 
 KEPT = "lightning_sparse: kept"
 """Stands for an object that ranks do not send, such as a function: each keeps its own."""
@@ -30,7 +30,7 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     parameters, or if a state has quantized moments or other objects. The states of sharded parameters are this rank's
     part.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = parameters_of([optimizer])
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
     tensors = [x for state in values for _, x in state if _is_averaged(x)]
     is_plain = all(_is_averaged(x) or _is_number(x) for state in values for _, x in state)
@@ -50,7 +50,7 @@ def average_waiting_gradients(comm: ProcessGroupComm, optimizers: Iterable[Optim
     A rank without a gradient counts as zeros. Loss scales must be equal. Sparse gradients stay. Sharded models have
     none, and DistributedDataParallel averages whole gradients in the next backward pass.
     """
-    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    params = parameters_of(optimizers)
     waits = [param.grad is not None and not param.grad.is_sparse for param in params]
     senders = comm.all_reduce(torch.tensor(waits, dtype=torch.float32, device=params[0].device)).tolist()
     for param in (param for param, count in zip(params, senders, strict=True) if count):

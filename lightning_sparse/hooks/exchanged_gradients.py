@@ -26,6 +26,7 @@ from torch.utils.hooks import unserializable_hook
 from lightning_sparse._compat import has_step_hooks, version
 from lightning_sparse.hooks.closure import replace_closure
 from lightning_sparse.hooks.scalers import unwrap, wrap
+from lightning_sparse.shards import parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ class ExchangedGradients:
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether exchanged gradients wait for a step of these optimizers."""
         hooked = filter(has_step_hooks, optimizers)  # steps of others are not noticed
-        params = (param for each in hooked for group in each.param_groups for param in group["params"])
-        return any(id(param) in self._written and param.grad is not None for param in params)
+        return any(id(param) in self._written and param.grad is not None for param in parameters_of(hooked))
 
     def _note(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -144,7 +144,7 @@ class ExchangedGradients:
         if not self._params:
             return []
         self._note_move()
-        own = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        own = [*map(id, parameters_of([optimizer]))]
         waiting = [key for key in own if key in self._written]
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
         if local := [key for key in own if key in self._local and self._params[key][1].grad is not None]:

@@ -21,7 +21,7 @@ from lightning_sparse._compat import in_ddp_forward, initializes_state, version
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.options import listed
-from lightning_sparse.shards import local
+from lightning_sparse.shards import local, parameters_of
 
 if TYPE_CHECKING:
     from lightning_sparse.hooks.update_exchange import UpdateExchanger
@@ -81,7 +81,7 @@ class UnattachedOptimizerCheck:
         if not unchanged or model is None:
             return
         name_of = {id(param): name for name, param in model.named_parameters()}
-        stepped = (name_of.get(id(param)) for group in optimizer.param_groups for param in group["params"])
+        stepped = (name_of.get(id(param)) for param in parameters_of([optimizer]))
         if name := next(filter(None, stepped), None):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that attach_updates did not get has stepped {name!r} of the "

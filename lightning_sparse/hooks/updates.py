@@ -30,7 +30,7 @@ from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
 from lightning_sparse.options import Overlap, ReducerOptions, check, listed
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, reshard
+from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +153,9 @@ def attach_updates(
     return exchange.reducer
 
 
-def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return the ids of the parameters of optimizers."""
-    return {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
-
-
 def unstepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """Return the names of a model's trained parameters that belong to none of the optimizers."""
-    stepped = parameters_of(optimizers)
+    stepped = {*map(id, parameters_of(optimizers))}
     named = model.named_parameters()
     return [name for name, param in named if param.requires_grad and id(param) not in stepped]
 

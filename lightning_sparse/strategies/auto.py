@@ -46,6 +46,7 @@ from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.hooks.update_exchange import inner_of, scales_gradient
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
+from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
@@ -503,7 +504,7 @@ class _Choice:
         """Find the candidates for a fit, and the first one."""
         ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
         self.options, self._callbacks = {strategy._stock: None}, [*trainer.callbacks]
-        stepped = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+        stepped = {*map(id, parameters_of(optimizers))}
         params = [*strategy.lightning_module.parameters()]
         trains = any(id(param) in stepped and param.requires_grad for param in params)
         trains &= not any(map(is_lazy, params))  # of DDP's errors, that for these is clear

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lightning_sparse._lightning import FABRIC
 from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
-from lightning_sparse.hooks.updates import parameters_of, unstepped
+from lightning_sparse.hooks.updates import unstepped
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, reshard
+from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.gradient_training import GradientTraining
 from lightning_sparse.strategies.training import Training, enabled_scaler
@@ -180,7 +180,7 @@ class FabricCalls:
 
     def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:
         """Return the model that an optimizer steps; ValueError unless there is exactly one."""
-        stepped, known = parameters_of([optimizer]), [*self._waiting, *self._trainings]
+        stepped, known = {*map(id, parameters_of([optimizer]))}, [*self._waiting, *self._trainings]
         for model in known:
             reshard(model)
         models = [model for model in known if not stepped.isdisjoint(map(id, model.parameters()))]
@@ -210,7 +210,7 @@ class FabricCalls:
                     f"give only optimizers. If it is a scheduler, pass it as scheduler=: fabric.setup(model, "
                     f"optimizer, scheduler=scheduler)."
                 )
-            if own.isdisjoint(parameters_of([optimizer])):
+            if own.isdisjoint(map(id, parameters_of([optimizer]))):
                 remedy = "Make the optimizer of the parameters of this model."
                 if is_any_sharded(model):
                     remedy = (

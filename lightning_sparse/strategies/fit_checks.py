@@ -18,11 +18,10 @@ from lightning_sparse.hooks.update_exchange import (
     scales_gradient,
     shares_steps,
 )
-from lightning_sparse.hooks.updates import parameters_of
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
 from lightning_sparse.options import listed
-from lightning_sparse.shards import is_sharded
+from lightning_sparse.shards import is_sharded, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     """Return whether a parameter belongs to several optimizers; then their updates cannot be exchanged."""
-    owned = [parameters_of([optimizer]) for optimizer in optimizers]
+    owned = [{*map(id, parameters_of([optimizer]))} for optimizer in optimizers]
     return sum(map(len, owned)) > len(set().union(*owned))
 
 
@@ -181,7 +180,7 @@ def warn_of_unstepped(params: Mapping[str, Tensor], optimizers: Sequence[Optimiz
         params: the parameters whose gradients are exchanged, by name.
         optimizers: their optimizers. If these step copies of the parameters, there is no warning.
     """
-    stepped = parameters_of(optimizers)
+    stepped = {*map(id, parameters_of(optimizers))}
     trained = {name: param for name, param in params.items() if param.requires_grad and param.grad is not None}
     alone = [repr(name) for name, param in trained.items() if id(param) not in stepped]
     if 0 < len(alone) < len(params):

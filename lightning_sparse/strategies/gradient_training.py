@@ -16,6 +16,7 @@ from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.methods import Method
+from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
     closure_called_twice_message,
@@ -168,7 +169,7 @@ def initial_states(ddp: DistributedDataParallel, options: dict[str, Any]) -> dic
 def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     """Call the closure. If all gradients are NaN, remove them, so that the optimizer's step does nothing."""
     result = closure()
-    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in parameters_of([optimizer])]
     firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
     if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.hooks import UpdateExchanger
-from lightning_sparse.shards import is_sharded
+from lightning_sparse.shards import is_sharded, parameters_of
 from lightning_sparse.strategies.training import Training
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class UpdateTraining(Training):
 
         def checked() -> Any:
             result = closure()
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            grads = [_values(param) for param in params if param.grad is not None]
+            grads = [_values(param) for param in parameters_of([optimizer]) if param.grad is not None]
             norm = _total_norm(grads)
             if skips and not math.isfinite(norm) and not all(map(_is_finite, grads)):
                 # This rank sends a part of its residual, and the other ranks take the step.
@@ -87,7 +86,7 @@ def _is_finite(grad: torch.Tensor) -> bool:
     return not is_sharded(grad) and bool(grad.isfinite().all())
 
 
-def _values(param: torch.nn.Parameter) -> torch.Tensor:
+def _values(param: torch.Tensor) -> torch.Tensor:
     """Return a parameter's gradient. For a sparse gradient, such as an embedding's, return its coalesced values."""
     assert param.grad is not None
     if not param.grad.is_sparse:

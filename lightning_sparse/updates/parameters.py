@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import parameters_by_name
 from lightning_sparse.gradients import REDUCIBLE
-from lightning_sparse.shards import AFTER_SHARDING, copies, is_any_sharded, is_sharded, local, locals_of, placement
+from lightning_sparse.shards import (
+    AFTER_SHARDING,
+    copies,
+    is_any_sharded,
+    is_sharded,
+    local,
+    locals_of,
+    parameters_of,
+    placement,
+)
 
 
 def exchanged_parameters(
@@ -62,8 +71,7 @@ def exchanged_parameters(
 
 def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
     """Return the ids of the parameters that optimizers step and ranks exchange."""
-    params = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
-    return {id(param) for param in params if param.requires_grad or not is_excluded(param)}
+    return {id(param) for param in parameters_of(optimizers) if param.requires_grad or not is_excluded(param)}
 
 
 def is_excluded(param: Tensor) -> bool:
