@@ -622,6 +622,21 @@ def frontier() -> str:
     return table(["ranks, steps", "variant", "density", "steps to 2.6", "loss", "% of bytes"], rows)
 
 
+def index_bits() -> str:
+    """Bits of an index if its place were predicted."""
+    found = read("index_bits").sort_values("step")
+    first, last = found.iloc[0], found.iloc[-1]
+    best, message = found[["best", "history"]].min(axis=1), found.sent + 2.5  # with the bits of a value
+    shorter = 100 * (found.sent - best) / message
+    return (
+        f"- **Predicted indices.** An index takes {last.sent:.1f} bits. Entries are more frequent in some tensors, rows"
+        f" and columns. If ranks used that\n  for a shorter code, an index would take {best.iloc[0]:.1f} bits after"
+        f" {first.step} steps and {best.iloc[-1]:.1f} after {last.step}. So a message would be\n"
+        f"  {shorter.iloc[0]:.0f} % shorter at first and {shorter.iloc[-1]:.0f} % at the end."
+        f" (`python -m benchmarks.index_bits`)\n"
+    )
+
+
 def frontier_seconds() -> str:
     """Milliseconds of a step of updates, by format of values: median, and the middle three fifths."""
     rows = []
@@ -1394,6 +1409,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lengths": lengths,
     "rates": rates,
     "frontier": frontier,
+    "index-bits": index_bits,
     "auto": auto,
     "auto-hsdp": partial(auto, "auto_hsdp"),
     "auto-worst": auto_worst,
