@@ -226,7 +226,7 @@ def test_a_step_with_gradients_that_ranks_have_not_exchanged_is_warned_of_once(n
 
 @pytest.mark.parametrize("exchange", ["gradient", "update"])
 def test_optimizers_cannot_be_set_up_anew_within_fit(exchange):
-    """A hook may do so to unfreeze layers, for example. Stock ddp goes on with the new optimizers."""
+    """A hook may do so to unfreeze layers, for example. Stock ddp trains with the new optimizers."""
 
     class Anew(Net):
         def on_train_epoch_start(self):
