@@ -12,8 +12,8 @@ are medians in μs:
   8192 tokens with a layer of GPT-2 at the same time.
 - `delay_us`: additional time of these products when the segment runs in parallel.
 - `launches`, `busy_us`: number of kernels and copies of a segment, and the sum of their times, from torch's profiler.
-  `counted` is the number that `benchmarks.launches` counts without a GPU. After its first use, the profiler makes each
-  launch in the process slower. So all times are measured before.
+  `counted` is the number that `benchmarks.launches` counts without a GPU. After its first use, the profiler may make
+  each launch in the process slower. So all times are measured before.
 - `add_us`: time in which the host launches `x.add_(1)`, to compare hosts.
 
 Before a method is timed, one segment checks that nothing is lost: mean and residual must add up to the gradient and the
