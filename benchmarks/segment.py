@@ -239,8 +239,9 @@ def warm_up(made: Case) -> None:
             made.run()
 
 
-def measure(made: Case, name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str) -> results.Row:
+def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, device: str) -> results.Row:
     """Check and time one case."""
+    made = case(name, ranks, shapes, device)
     with mock.patch.object(graphs, "can_capture", return_value=False):
         warm_up(made)
         plain_device_us, plain_host_us = alone(made, repetitions)
@@ -290,7 +291,7 @@ if __name__ == "__main__":
 
     with context():
         for one in chosen:
-            save(one, measure(case(*one, shapes, device), *one, shapes, arguments.repetitions, device))
+            save(one, measure(*one, shapes, arguments.repetitions, device))
         for one in chosen:
             made = case(*one, shapes, device)
             warm_up(made)

@@ -709,6 +709,13 @@ def auto_worst() -> str:
     return "".join(lines)
 
 
+def auto_processors() -> str:
+    """The processors of the rows, in their order."""
+    cpus = read("auto").query("strategy == 'auto'").cpu
+    rows = [f"{len(same)} rows were measured on {name}" for name, same in cpus.groupby(cpus, sort=False)]
+    return f"In the order of the table, {', then '.join(rows)}.\n"
+
+
 def sharded() -> str:
     """Final losses of replicas and shards, and bytes to other replicas."""
     found, rows = read("sharded"), []
@@ -1413,6 +1420,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto": auto,
     "auto-hsdp": partial(auto, "auto_hsdp"),
     "auto-worst": auto_worst,
+    "auto-processors": auto_processors,
     "auto-losses": auto_losses,
     "switches": switches,
     "sharded": sharded,

@@ -274,7 +274,7 @@ SECOND = {
         rehearsal=f"{PYTEST} -n 2 {ON_CUDA} 'cpu and ((no_step and topk) or plain_torch or (two_ranks and some))'",
     ),
     "users": Part(
-        f"{PYTEST} -n 4 {ON_CUDA} 'not cpu and programs'",
+        f"{PYTEST} -n 4 {ON_CUDA} 'not cpu and (programs or loss_scale)'",
         150,
         {"programs of users train in fp32 and in 16-mixed, and ranks end with equal weights": None},
         needs=("xdist",),

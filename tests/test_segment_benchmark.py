@@ -13,9 +13,8 @@ SHAPES = {"weight": (90, 80), "bias": (80,)}
 @pytest.mark.parametrize("name", ["topk", *in_full("topk updates", "gaussiank", "int4")])
 def test_every_contestant_is_checked_and_timed(name):
     with rehearsal.rehearsal():
-        made = segment.case(name, 2, SHAPES, "cpu")
-        row = segment.measure(made, name, 2, SHAPES, 3, "cpu")
-        row |= segment.profiled(made, "cpu", show=False)
+        row = segment.measure(name, 2, SHAPES, 3, "cpu")
+        row |= segment.profiled(segment.case(name, 2, SHAPES, "cpu"), "cpu", show=False)
     assert (row["method"], row["ranks"], row["numel"]) == (name, 2, 7280)
     assert all(
         row[column] > 0 for column in ("device_us", "host_us", "beside_us", "add_us", "launches", "busy_us", "counted")

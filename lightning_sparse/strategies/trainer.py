@@ -87,8 +87,8 @@ class TrainerCalls:
         if self.exchanger is not None:
             raise self._training.failed(
                 f"setup_optimizers of {type(self).__name__} was called within fit, and new optimizers would not "
-                f"exchange what they do. Change the present ones, by add_param_group or by their options; or end this "
-                f"fit and begin another one."
+                f"take part in the exchange. Change the present ones, by add_param_group or by their options; or end "
+                f"this fit and begin another one."
             )
         super().setup_optimizers(trainer)
 

@@ -199,7 +199,7 @@ def with_a_loss_scale(rank: int, device: str, size: int) -> list[tuple[Tensor, f
 
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loss_scale_skips_steps_alike(size):
+def test_a_loss_scale_skips_the_same_steps(size):
     """Gradients that overflow on any rank are skipped, as with stock DDP. One rank uses NCCL, two use gloo."""
     for (stock, scale), (weights, own_scale) in ranks("cuda", size, with_a_loss_scale, size):
         assert 1 <= scale == own_scale < 2**16
