@@ -1,5 +1,6 @@
 """Every collective with threads and with processes: the same results and the same bytes."""
 
+import re
 import signal
 import threading
 import time
@@ -8,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_sparse import method
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.process_group import DIRECT
+from lightning_sparse.hooks.session import Session
+from lightning_sparse.options import ReducerOptions
 from tests.processes import run_ranks
 from tests.support.tiers import tiers
 
@@ -181,6 +185,33 @@ def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
     for text, seconds in (results[0], results[2]):
         assert text == word
         assert seconds < 3  # the group's timeout is 30
+
+
+def last_exchange(rank: int, how: str) -> tuple[str, bool]:
+    """Rank 1 has one exchange less than rank 0, and ends later. Rank 0's device waits, or is only slow."""
+    session = Session(
+        lambda: {"w": torch.zeros(4)}, method("topk"), ReducerOptions(), group=dist.group.WORLD, device=torch.device("cpu")
+    )
+    session.comm.all_reduce(torch.ones(1))
+    if rank == 1:
+        time.sleep(0.3)
+    elif how == "fewer batches":
+        session.comm._begun = session.comm._calls = 2
+        session._done = lambda: False
+    else:
+        session._done = iter([False, False, True]).__next__
+    session.mark_done()
+    session.finish(failed=False)
+    return str(session.error), session.is_closed
+
+
+@pytest.mark.parametrize("how", ["fewer batches", "slow"])
+def test_a_device_that_waits_for_a_rank_with_fewer_batches_is_an_error_at_the_end(how):
+    """With NCCL, the host does not wait. The store stands for the device here."""
+    (text, closed), _ = run_ranks(2, last_exchange, how, timeout=30)
+    assert closed
+    reason = r"Rank 1 has ended training after 0 steps, while other ranks go on.*"
+    assert re.fullmatch(reason if how == "fewer batches" else "None", text)
 
 
 def late_exchange(rank: int) -> float:

@@ -168,7 +168,9 @@ def peers_of(store: Any) -> list[Peers]:
 def test_a_failure_reaches_all_parts_and_an_end_its_own_part():
     peers = peers_of(dist.HashStore())
     assert all(each.has_parts and each.reported() == "" for each in peers)
-    peers[3].mark_done(5, "rank 3 is done")
+    peers[1].mark_done(7, "rank 1 is done")
+    peers[3].mark_done(5, "rank 3 is done")  # with fewer calls, though its record comes later
+    peers[1].mark_done(6, "rank 1 is done")
     for number in (0, 2):
         peers[number].raise_if_failed(9)
     for number in (1, 3):

@@ -63,8 +63,15 @@ class Peers:
         self._put(self._failed, reason)
 
     def mark_done(self, calls: int, reason: str) -> None:
-        """Record that this rank stops after its first `calls` collective calls. Peers that make more will fail."""
-        self._put(self._done, f"{calls} {reason}")
+        """Record that this rank stops after its first `calls` collective calls. Peers that make more will fail.
+
+        The record of the rank with the fewest calls is kept, also if that rank is late.
+        """
+        if os.getpid() == self._pid:
+            with contextlib.suppress(Exception):  # see `_put`
+                found = self._store.get(self._done).decode() if self._store.check([self._done]) else ""
+                if not found or calls < int(found.split(" ", 1)[0]):
+                    self._store.compare_set(self._done, found, f"{calls} {reason}")
 
     def raise_if_failed(self, calls: int) -> None:
         """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""

@@ -37,9 +37,9 @@ class Exchanger(abc.ABC):
     def is_consistent(self) -> bool:
         """Whether the reducer's state belongs to a complete step."""
 
-    @abc.abstractmethod
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""
+        return self.is_consistent
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether exchanged gradients wait for a step of these optimizers. Only rank 0 knows."""

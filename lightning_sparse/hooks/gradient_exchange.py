@@ -40,7 +40,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.session import Session, _is_broken
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
 
@@ -212,14 +212,6 @@ class GradientExchanger(Exchanger):
             f"{listed(unused or [*map(repr, late)])} got no gradient {where}, so DDP did not exchange all gradients "
             f"and the ranks would drift apart. {remedy}"
         )
-
-    def fail_in_model(self, error: BaseException) -> None:
-        """Report that a connection broke in a collective of the model; ignore other errors.
-
-        The known cause is put in front of the error's text.
-        """
-        if _is_broken(error):
-            self.fail(error)
 
     @property
     def is_consistent(self) -> bool:

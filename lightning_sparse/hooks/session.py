@@ -348,13 +348,16 @@ class Session:
         """Wait for the device and leave the process group; log the error of the last step, if there was one.
 
         Args:
-            failed: whether an exchange is unfinished. If not, and if training has not failed, the device gets
-                `JOIN_SECONDS`, because it may wait for a rank that has ended.
+            failed: whether an exchange is unfinished. If not, and if training has not failed, this rank waits for the
+                device, until a rank has failed or has ended with fewer exchanges.
         """
-        failed = failed or self.error is not None
+        failed = failed or self.error is not None or self._done is _launching  # an interrupted launch
         found = None
-        if not failed and not (failed := not wait_for_device(self._done)):
+        if not failed:
             try:
+                while not self._done():
+                    self.comm.raise_if_peer_failed()
+                    time.sleep(0.02)
                 self.reducer.raise_deferred()
             except Exception as error:  # no later step can raise it
                 log.error(f"{error}")

@@ -61,10 +61,6 @@ class StockExchanger(Exchanger):
         """Count bytes that this rank sends."""
         self.comm.sent_bytes += nbytes
 
-    def drain(self) -> bool:
-        """Return True: there are no residuals."""
-        return True
-
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""
         self._responder.end()

@@ -488,10 +488,6 @@ class UpdateExchanger(Exchanger):
         under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)
         return self.updates.weights if under_way or self.updates.is_stale else {}
 
-    def drain(self) -> bool:
-        """Return whether the residuals belong to the weights."""
-        return self.is_consistent
-
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""
         for hook in self._hooks:

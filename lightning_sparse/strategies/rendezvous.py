@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -21,13 +22,14 @@ class Rendezvous:
     All ranks call the same methods in the same order. Once a rank is alone, it stays alone until the next fit.
     """
 
-    def __init__(self) -> None:
-        self._fits = self._calls = 0
-        self._alone = False
+    _fits: ClassVar = 0  # of all strategies in this process, because the store keeps the entries of each
+    _calls = 0
+    _alone = False
 
     def end_fit(self) -> None:
         """Reset the state after a fit, with or without an error."""
-        self._fits, self._calls, self._alone = self._fits + 1, 0, False
+        Rendezvous._fits += 1
+        self._calls, self._alone = 0, False
 
     def all_ranks_present(self) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks."""
