@@ -4,6 +4,7 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,22 +188,44 @@ def test_word_of_a_failure_reaches_ranks_that_wait(how, word):
         assert seconds < 3  # the group's timeout is 30
 
 
+def session() -> Session:
+    params = {"w": torch.zeros(4)}
+    everyone = dist.group.WORLD
+    return Session(lambda: params, method("topk"), ReducerOptions(), group=everyone, device=torch.device("cpu"))
+
+
+NCCL = SimpleNamespace(name=lambda: "nccl")
+
+
+def failure_seen(rank: int) -> str:
+    """Rank 1 fails while rank 0 waits for no exchange, perhaps in an all-reduce of DDP."""
+    mine = session()
+    if rank == 1:
+        mine.fail(ValueError("no more data"))
+    dist.barrier()
+    mine.stream, mine.comm.group = "any", SimpleNamespace(_get_backend=lambda device: NCCL, abort=lambda: None)
+    mine.look()
+    return str(mine.error)
+
+
+def test_over_nccl_a_failure_is_seen_outside_of_exchanges():
+    assert "no more data" in run_ranks(2, failure_seen)[0]
+
+
 def last_exchange(rank: int, how: str) -> tuple[str, bool]:
     """Rank 1 has one exchange less than rank 0, and ends later. Rank 0's device waits, or is only slow."""
-    session = Session(
-        lambda: {"w": torch.zeros(4)}, method("topk"), ReducerOptions(), group=dist.group.WORLD, device=torch.device("cpu")
-    )
-    session.comm.all_reduce(torch.ones(1))
+    mine = session()
+    mine.comm.all_reduce(torch.ones(1))
     if rank == 1:
         time.sleep(0.3)
     elif how == "fewer batches":
-        session.comm._begun = session.comm._calls = 2
-        session._done = lambda: False
+        mine.comm._begun = mine.comm._calls = 2
+        mine._done = lambda: False
     else:
-        session._done = iter([False, False, True]).__next__
-    session.mark_done()
-    session.finish(failed=False)
-    return str(session.error), session.is_closed
+        mine._done = iter([False, False, True]).__next__
+    mine.mark_done()
+    mine.finish(failed=False)
+    return str(mine.error), mine.is_closed
 
 
 @pytest.mark.parametrize("how", ["fewer batches", "slow"])

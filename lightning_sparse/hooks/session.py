@@ -394,7 +394,7 @@ class Session:
                 self._seen_done = done
             elif done is not self._seen_done:
                 self.comm.raise_if_peer_failed()
-            elif self.comm.peers.has_parts and (reason := self.comm.peers.reported()):
+            elif (self.comm.peers.has_parts or self.over_nccl) and (reason := self.comm.peers.reported()):
                 raise RankFailure(reason)
         except Exception as error:
             # The training thread may wait for the failed rank, for the device or in a collective of the model. It
