@@ -47,10 +47,11 @@ class Peers:
         self._store, self.group, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), group, rank, ranks
         self.part = ranks if part is None else part
         self._pid = os.getpid()
-        self._failed, self._done, self._request = (
+        self._failed, self._done, self._pause, self._request = (
             f"lightning_sparse/{group}/{key}"
-            for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{ranks[0]}/poll")
+            for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{self.part[0]}/pause", f"{ranks[0]}/poll")
         )
+        self._pauses = 0
         self.terminating = f"lightning_sparse/{group}/terminating"
 
     @property
@@ -73,14 +74,28 @@ class Peers:
                 if not found or calls < int(found.split(" ", 1)[0]):
                     self._store.compare_set(self._done, found, f"{calls} {reason}")
 
+    def mark_pause(self, calls: int, reason: str) -> None:
+        """Record that this rank goes on after its first `calls` collective calls when all ranks have called this.
+
+        Peers that make more calls before will fail.
+        """
+        self._pauses += 1
+        if os.getpid() == self._pid:
+            with contextlib.suppress(Exception):  # see `_put`
+                self._store.set(self._pause, f"{self._pauses} {calls} {reason}")
+
     def raise_if_failed(self, calls: int) -> None:
-        """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""
+        """Raise RankFailure if a rank failed, finished or pauses with fewer calls than this rank has started."""
         try:
             if self._store.check([self._failed]):
                 raise RankFailure(self._store.get(self._failed).decode())
             if self._store.check([self._done]):
                 made, reason = self._store.get(self._done).decode().split(" ", 1)
                 if int(made) < calls:
+                    raise RankFailure(reason)
+            if self._store.check([self._pause]):
+                pauses, made, reason = self._store.get(self._pause).decode().split(" ", 2)
+                if int(pauses) > self._pauses and int(made) < calls:
                     raise RankFailure(reason)
         except dist.DistError as error:
             raise RankFailure(lost_store(self.ranks[self.rank], error)) from error

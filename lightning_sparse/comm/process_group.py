@@ -88,6 +88,10 @@ class ProcessGroupComm(Comm):
         """Record that this rank makes no further calls. Peers that wait for it will fail."""
         self.peers.mark_done(self._calls, reason)
 
+    def mark_pause(self, reason: str) -> None:
+        """Record that this rank's next call follows when all ranks have called this. Peers that make others fail."""
+        self.peers.mark_pause(self._calls, reason)
+
     def diagnose(self) -> str:
         """Return why a collective failed, as far as this is known."""
         return self.peers.diagnose(self._begun)

@@ -77,6 +77,9 @@ class GradientExchanger(Exchanger):
             for name, param in ddp.module.named_parameters()
             if not param.requires_grad and name not in ddp.parameters_to_ignore
         }
+        if ddp.will_sync_module_buffers():
+            kept = {name: x for name, x in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore}
+            session.warn_of_buffers(kept, "in each forward pass")
         self._worker = Worker(session.stream, session.over_nccl, session.look, self._failed, session.free_device)
         self._step = Step(self.reducer, rates)
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None

@@ -39,6 +39,8 @@ from lightning_sparse.reducer import Exchanged, Reducer, error_message
 log = logging.getLogger(__name__)
 _attempts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
+LONG_BUFFERS = 1 << 16
+"""Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
 """Matches torch's errors for a broken collective, which have no special class."""
 
@@ -183,6 +185,7 @@ class Session:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         everyone = ProcessGroupComm(group)
         self.comm = everyone if part is None else ProcessGroupComm(part)
+        self._parent = self.comm.group
         with report_errors_to_peers(group):
             check_device(self.comm.group, device)
             timeout = check_optional("timeout", timeout) or group_timeout(self.comm.group, device)
@@ -284,6 +287,23 @@ class Session:
         finally:
             reducer.options, reducer.epoch = options, epoch
 
+    def warn_of_buffers(self, buffers: Mapping[str, Tensor], when: str) -> None:
+        """Warn on one rank of buffers that rank 0 broadcasts, if they are longer than an exchange's message.
+
+        Args:
+            buffers: the buffers by name.
+            when: the time of the broadcast, for the warning.
+        """
+        nbytes = sum(x.nbytes for x in buffers.values())
+        sent = round(self.reducer.routing.nbytes(self.reducer.method.density))
+        if self.comm.is_first and self.comm.size > 1 and nbytes > max(sent, LONG_BUFFERS):
+            largest = max(buffers, key=lambda name: buffers[name].nbytes)
+            log.warning(
+                f"Rank 0 broadcasts {nbytes:,} bytes of buffers {when}, more than the {sent:,} bytes that a rank sends "
+                f"in an exchange. The largest is {largest!r}. If buffers are constant, set broadcast_buffers=False. "
+                f"The statistics of BatchNorm would then differ among ranks."
+            )
+
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this one.
 
@@ -316,6 +336,19 @@ class Session:
             f"Rank {self.comm.ranks[self.comm.rank]} has ended training after {self.reducer.step} steps, while other "
             f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
         )
+
+    def outside(self) -> ProcessGroupComm:
+        """Return a connection to the same ranks for a collective that does not follow each rank's number of steps.
+
+        It uses the group that the session was made for. If another rank goes on with its steps, both get an error.
+        """
+        self.comm.mark_pause(
+            f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
+            f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches."
+        )
+        outside = ProcessGroupComm(self._parent, self.comm.store)
+        outside.use(self._parent, self.comm.peers)
+        return outside
 
     @property
     def is_closed(self) -> bool:

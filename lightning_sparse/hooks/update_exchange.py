@@ -220,6 +220,8 @@ class UpdateExchanger(Exchanger):
         self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether buffers, and parameters without updates, may differ among ranks
+        if not method.delayed:
+            session.warn_of_buffers(buffers(), "after each exchange")
         worker.start()
 
     @property
@@ -464,7 +466,7 @@ class UpdateExchanger(Exchanger):
         others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
         others += [local(x).detach() for x in self._buffers().values()]
         if others:
-            self._during(partial(broadcast_differing, self.comm, others, self._session.device))
+            self._during(lambda: broadcast_differing(self._session.outside(), others, self._session.device))
 
     def end_if_soon(self) -> None:
         """Complete a pending exchange if it can complete without waiting for peers."""

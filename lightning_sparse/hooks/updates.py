@@ -50,6 +50,7 @@ def attach_updates(
     seed: int = 0,
     density_warmup: Sequence[float] | None = None,
     density_warmup_steps: int | None = None,
+    broadcast_buffers: bool = True,
     timeout: timedelta | None = None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
@@ -86,6 +87,8 @@ def attach_updates(
         density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each; () is none.
             None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given; otherwise it is none.
         density_warmup_steps: number of exchanges for each density of `density_warmup`.
+        broadcast_buffers: whether rank 0 broadcasts its buffers at the start and after each exchange, as with
+            DistributedDataParallel. Buffers of a sharded model are broadcast at the start only.
         timeout: time to wait for other ranks; None takes the process group's.
         group: the ranks that hold the same part of the model in other replicas, and exchange with this rank; None is
             all ranks. All ranks of the default process group call this function, each with its group.
@@ -139,6 +142,7 @@ def attach_updates(
         reducer_options,
         local_steps=local_steps,
         overlap=overlap,
+        broadcast_buffers=broadcast_buffers,
         forward_sync_buffers=False if is_any_sharded(model) else None,
         group=group,
         timeout=timeout,
