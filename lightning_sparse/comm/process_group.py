@@ -45,14 +45,15 @@ class ProcessGroupComm(Comm):
                 "ProcessGroupComm needs torch.distributed: call torch.distributed.init_process_group first, or use "
                 "simulate(size, fn) to run ranks as threads."
             )
-        group = dist.group.WORLD if group is None else group
+        group = group or dist.group.WORLD
+        assert group is not None
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self.store = store or default_store()
-        self.use(group)  # type: ignore[arg-type]
+        self.store, self._first = store or default_store(), group
+        self.use(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the connection from copies and pickles, such as the copy in a callback that counts bytes."""
-        return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers")}
+        return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers", "_first")}
 
     def use(self, group: dist.ProcessGroup, peers: Peers | None = None) -> None:
         """Communicate over another process group of the same ranks from now on.
@@ -88,9 +89,12 @@ class ProcessGroupComm(Comm):
         """Record that this rank makes no further calls. Peers that wait for it will fail."""
         self.peers.mark_done(self._calls, reason)
 
-    def mark_pause(self, reason: str) -> None:
-        """Record that this rank's next call follows when all ranks have called this. Peers that make others fail."""
+    def outside(self, reason: str) -> ProcessGroupComm:
+        """Return a connection over the group of `__init__`. Peers that use this one before they call this will fail."""
         self.peers.mark_pause(self._calls, reason)
+        outside = ProcessGroupComm(self._first, self.store)
+        outside.use(self._first, self.peers)
+        return outside
 
     def diagnose(self) -> str:
         """Return why a collective failed, as far as this is known."""

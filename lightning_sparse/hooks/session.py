@@ -185,7 +185,6 @@ class Session:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         everyone = ProcessGroupComm(group)
         self.comm = everyone if part is None else ProcessGroupComm(part)
-        self._parent = self.comm.group
         with report_errors_to_peers(group):
             check_device(self.comm.group, device)
             timeout = check_optional("timeout", timeout) or group_timeout(self.comm.group, device)
@@ -340,15 +339,12 @@ class Session:
     def outside(self) -> ProcessGroupComm:
         """Return a connection to the same ranks for a collective that does not follow each rank's number of steps.
 
-        It uses the group that the session was made for. If another rank goes on with its steps, both get an error.
+        If another rank goes on with its steps, both get an error.
         """
-        self.comm.mark_pause(
+        return self.comm.outside(
             f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
             f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches."
         )
-        outside = ProcessGroupComm(self._parent, self.comm.store)
-        outside.use(self._parent, self.comm.peers)
-        return outside
 
     @property
     def is_closed(self) -> bool:
