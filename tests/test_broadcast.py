@@ -42,14 +42,14 @@ def test_rank_0_copies_no_buffers():
 
 def test_a_broadcast_is_one_message_whatever_the_tensors():
     def rank(comm: Comm) -> tuple[int, list[Tensor]]:
-        tensors, before = made(comm.rank), comm._begun
+        tensors, before = [*made(comm.rank), torch.inference_mode()(torch.full)((2,), float(comm.rank))], comm._begun
         broadcast(comm, tensors, torch.device("cpu"))
         return comm._begun - before, tensors
 
     for messages, received in simulate(3, rank):
         assert messages == 1
-        assert all(map(torch.equal, received, made(0)))
-        assert [x.dtype for x in received] == [x.dtype for x in made(0)]
+        assert all(map(torch.equal, received, [*made(0), torch.zeros(2)]))
+        assert [x.dtype for x in received] == [x.dtype for x in [*made(0), torch.zeros(2)]]
 
 
 @pytest.mark.parametrize("at_once", [broadcast_module.AT_ONCE, 24, 1])

@@ -759,6 +759,27 @@ def test_what_a_module_changes_of_frozen_parameters_itself_is_left_alone(name, e
     assert torch.equal(results[0][1], results[1][1])
 
 
+def test_a_frozen_parameter_that_was_made_in_inference_mode_is_left_alone():
+    """Torch lets no other code write it. A frozen encoder may have been loaded so, and optimizers may be given it."""
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        net = Net()
+        with torch.inference_mode():
+            net.encoder = nn.Parameter(torch.ones(3), requires_grad=False)
+        optimizer = SGD(net.parameters(), 0.1)
+        updates = DeltaExchange(Reducer(method("dense"), comm, exchanged="update"), net, [optimizer])
+        updates.begin(optimizer)
+        net.backward(comm.rank, 0)
+        net.encoder.grad = None
+        optimizer.step()
+        updates.exchange(optimizer)
+        return net.encoder, weights(net)
+
+    (encoder, one), (_, two) = simulate(2, rank)
+    assert torch.equal(one, two)
+    assert encoder.tolist() == [1, 1, 1]
+
+
 def test_factors_before_the_first_step_are_finite():
     """A scaler may make a fused optimizer skip its first step. Then its moments are zero, or one of them is."""
     segment = Layout.of({"w": (4,)}, "model").segments[0]

@@ -35,7 +35,8 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
     views = [part.view(x.dtype).view(x.shape) for x, part in zip(longest_first, received, strict=True)]
     for _, pairs in itertools.groupby(zip(longest_first, views, strict=True), lambda pair: pair[0].dtype):
         own, theirs = zip(*pairs, strict=True)
-        torch._foreach_copy_(own, theirs)
+        with torch.inference_mode():  # a frozen module may have been loaded in inference mode
+            torch._foreach_copy_(own, theirs)
 
 
 @torch.no_grad()

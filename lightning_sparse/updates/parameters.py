@@ -75,8 +75,8 @@ def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
 
 
 def is_excluded(param: Tensor) -> bool:
-    """Return whether a parameter is frozen and has a dtype that cannot be exchanged, as quantized weights have."""
-    return not param.requires_grad and param.dtype not in REDUCIBLE
+    """Return whether a parameter is frozen for good, like quantized weights and tensors of inference mode."""
+    return not param.requires_grad and (param.dtype not in REDUCIBLE or param.is_inference())
 
 
 def check_no_overlap(params: Mapping[str, Tensor]) -> None:
