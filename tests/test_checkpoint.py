@@ -79,6 +79,34 @@ def test_the_checksum_of_a_tensor_with_strides_is_that_of_its_values(x):
     assert sidecars.checksum(x) == sidecars.checksum(x.clone(memory_format=torch.contiguous_format))
 
 
+class Codes(torch.Tensor):
+    """A tensor without storage of its own, like the states of 8-bit optimizers: its codes are an attribute."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_subclass_without_storage_is_written_and_read(tmp_path):
+    optimizers = {"0": {"state": {0: {"exp_avg": Codes(torch.arange(6, dtype=torch.uint8))}}}}
+    path = str(tmp_path / "a.ckpt")
+    sidecars.write(path, TAG, {**state(), "optimizers": optimizers})
+    with torch.serialization.safe_globals([Codes]):
+        found, _ = sidecars.read(path, info(), 0, 2)
+    assert found is not None
+    assert found["optimizers"]["0"]["state"][0]["exp_avg"].codes.tolist() == [0, 1, 2, 3, 4, 5]
+    assert sidecars.checksum(Codes(torch.ones(6))) != sidecars.checksum(Codes(torch.zeros(6)))
+
+
 def test_names_are_literal_and_no_patterns(checkpoint):
     """Removing the sidecar files of `[ab]*?.ckpt` leaves those of checkpoints that match it as a pattern."""
     place = checkpoint.rpartition("/")[0]
