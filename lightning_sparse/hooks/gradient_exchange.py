@@ -177,7 +177,8 @@ class GradientExchanger(Exchanger):
                 raise self._fail_with(
                     f"{name!r} was frozen when the model was wrapped and takes gradients now: DDP does not exchange "
                     f"them, so the ranks would drift apart. Let it require gradients before the model is wrapped, and "
-                    f"set its learning rate to 0 until it is to be trained."
+                    f"set its learning rate to 0 until it is to be trained. Or set exchange='update' of the strategy, "
+                    f"or in plain torch call attach_updates: then you may freeze and unfreeze parameters at any time."
                 )
         exchanged, self._step.exchanged = self._step.exchanged, []
         if self._exchanged is not None and exchanged:
