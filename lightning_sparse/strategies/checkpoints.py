@@ -67,12 +67,13 @@ class Checkpoints:
 
     Attributes:
         strategy: the strategy. A copy of the strategy has a copy of this object.
+        has_saved: whether sidecar files have been written; equal on all ranks.
     """
 
     def __init__(self, strategy: SparseStrategy) -> None:
         self.strategy = strategy
         self._saves = Saves()  # filled on rank 0
-        self._has_saved = False  # equal on all ranks
+        self.has_saved = False
 
     @property
     def _rank(self) -> int:
@@ -148,7 +149,7 @@ class Checkpoints:
                 f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
                 f"one of this name is as it was."
             ) from error
-        self._has_saved = True
+        self.has_saved = True
         return path, [
             {
                 "version": sidecars.VERSION,
@@ -212,8 +213,7 @@ class Checkpoints:
 
     def end_training(self) -> None:
         """Remove sidecar files on all nodes at the end of training. All ranks call it."""
-        if self._has_saved:
-            self._prune(self._gather(self._saves.take_pruned())[0])
+        self._prune(self._gather(self._saves.take_pruned())[0])
 
     def _gather(self, own: Any) -> list[Any]:
         if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""After an error: finds out whether all ranks will join the next collective, or each is alone with its error."""
+"""After an error and at the end of training: finds out whether all ranks will join the next collective."""
 
 from __future__ import annotations
 

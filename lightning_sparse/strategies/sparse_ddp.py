@@ -83,7 +83,9 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         self._begin_fit(trainer, training, why)
 
     def on_train_end(self) -> None:
-        self._checkpoints.end_training()
+        # If this rank alone ends training, others wait for it in a step, and would not join a collective.
+        if self._checkpoints.has_saved and self._rendezvous.all_ranks_present():
+            self._checkpoints.end_training()
         super().on_train_end()
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:

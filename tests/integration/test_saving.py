@@ -485,3 +485,20 @@ def test_nodes_without_a_shared_disk_keep_the_sidecar_files_of_the_checkpoints_t
     for found, needed, resumed in lightning_ranks(2, rank):
         assert found == needed
         assert resumed
+
+
+def test_a_rank_that_ends_training_alone_does_not_wait_in_a_collective(tmp_path):
+    """The other ranks wait for it in a step. At the end it would tell them which sidecar files are gone."""
+
+    def rank(rank):
+        net = Net()
+        net.layers[1] = torch.nn.Identity()  # without buffers, which DDP would broadcast first
+        stops = At(4, lambda trainer: setattr(trainer, "should_stop", rank == 1))
+        started = time.monotonic()
+        error = error_of(fit, "topk", rank, net=net, callbacks=[saving(tmp_path), stops])
+        return error, time.monotonic() - started
+
+    (error, seconds), (other, _) = lightning_ranks(2, rank, timeout=60)
+    assert "Rank 1 has ended training after 4 steps, while other ranks go on" in str(error)
+    assert other is None
+    assert seconds < 30
