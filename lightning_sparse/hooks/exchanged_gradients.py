@@ -56,10 +56,10 @@ class ExchangedGradients:
         self._may_move = True  # until the first look after the first backward pass
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
-        self._hooks = [
-            param.register_hook(unserializable_hook(partial(self._before_accumulation, key)))
-            for key, (_, param) in self._params.items()
-        ]
+        before = unserializable_hook(partial(self._before_accumulation))
+        self._hooks = [param.register_hook(before) for param in params.values()]
+        # torch.autograd.grad calls the first hook, too, but accumulates nothing.
+        self._hooks += [param.register_post_accumulate_grad_hook(self._accumulated) for param in params.values()]
         wrap("step", self._scaled_step)
         wrap("unscale_", self._unscale)
 
@@ -95,13 +95,15 @@ class ExchangedGradients:
             if (grad := self._params[key][1].grad) is not None:
                 self._written[key] = _state(grad)
 
-    def _before_accumulation(self, key: int, _: Tensor) -> None:
+    def _before_accumulation(self, _: Tensor) -> None:
         if not self._looked:  # the first gradient of this backward pass
             self._looked = True
             self._note_move()
             self._thrown_away |= {key for key in self._written if self._has_changed(key)}
-        self._written.pop(key, None)
-        self._local.add(key)
+
+    def _accumulated(self, param: Tensor) -> None:
+        self._written.pop(id(param), None)
+        self._local.add(id(param))
 
     def _has_changed(self, key: int) -> bool:
         grad = self._params[key][1].grad
