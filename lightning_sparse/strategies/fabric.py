@@ -170,6 +170,12 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         self._exchange_pending()
         if not state:
             whole: dict[str, Any] = self._checkpoints.together(partial(load, path, state, *args, **kwargs), path)
+            if sidecars.KEY in whole and self._trainings and self.is_global_zero:
+                self.inform(
+                    f"fabric.load({str(path)!r}) without a state restores nothing. Its optimizer states are of rank 0, "
+                    f"and its residuals are not loaded. To resume training, give the model and the optimizer: "
+                    f"fabric.load({str(path)!r}, {{'model': model, 'optimizer': optimizer}})."
+                )
             return whole
         parts = self._parts(state)
         loaded = {name: _Loaded() for part in parts for name in part.optimizers}

@@ -538,8 +538,9 @@ def test_messages_about_checkpoints(tmp_path):
         return lines, found, [*full_checkpoint]
 
     (lines, found, items), (silent, others, _) = lightning_ranks(2, run)
-    assert len(lines) == 1
+    assert len(lines) == 2
     assert "weights.ckpt' gets no residuals, as it has no optimizer" in lines[0]
+    assert "both.ckpt') without a state restores nothing" in lines[1]
     assert silent == []
     assert items == ["model", "optimizer", sidecars.KEY]
     for kinds, text in zip(zip(found, others, strict=True), ["none", "'optimizer'", "is damaged"], strict=True):
