@@ -262,13 +262,13 @@ class Trial(DeltaExchange):
         super().__init__(*args)
         self.waiting = {name: torch.zeros_like(param) for name, param in self.parameters.items()}
 
-    def exchange(self, optimizer: torch.optim.Optimizer, *, stepped: bool | None = True) -> None:
+    def exchange(self, optimizer: torch.optim.Optimizer, *, stepped: bool | None = True, write: bool = True) -> None:
         before = {name: w.clone() for each in self.segments for name, w in each.weights.items()}
         if self.variant.root:
             with torch.no_grad():
                 for name, param in self.parameters.items():
                     param.lerp_(before[name], 1 - self._reducer.comm.size**0.5)
-        super().exchange(optimizer, stepped=stepped)
+        super().exchange(optimizer, stepped=stepped, write=write)
         if self.variant.late:
             for name, param in self.parameters.items():
                 mean = before[name] - param.detach()

@@ -13,7 +13,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,6 +65,14 @@ class Phase(enum.Enum):
     STEPPING = "an optimizer's step has begun"
     EXCHANGING = "weights differ among ranks until the exchange has ended"
     FAILED = "an exchange has failed"
+
+
+@dataclass
+class _Steps:
+    """Numbers of steps of one optimizer: all of them, and those since its last exchange."""
+
+    taken: int = 0
+    waiting: int = 0
 
 
 class _Checks(NamedTuple):
@@ -164,7 +172,7 @@ class UpdateExchanger(Exchanger):
         with report_errors_to_peers():
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
-        self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [0] * len(optimizers)
+        self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [_Steps() for _ in optimizers]
         self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         device = local(next(model.parameters())).device
@@ -241,7 +249,7 @@ class UpdateExchanger(Exchanger):
     @property
     def is_pending(self) -> bool:
         """Whether steps wait for the start or the end of their exchange, so that weights differ among ranks."""
-        return self.updates.is_pending or any(steps % self._rule.local_steps for steps in self._steps)
+        return self.updates.is_pending or any(steps.waiting for steps in self._steps)
 
     @property
     def is_consistent(self) -> bool:
@@ -287,13 +295,16 @@ class UpdateExchanger(Exchanger):
             self._failed(error)
             raise error
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
-        taken = self._steps[self.optimizers.index(optimizer)] % steps
-        if taken == 0:
+        waiting = self._of(optimizer).waiting
+        if waiting == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.is_pending:  # an exchange cannot complete between local steps
             self.updates.refresh_parameters()
-        if steps > 1 and taken == steps - 1:
+        if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
+
+    def _of(self, optimizer: Optimizer) -> _Steps:
+        return self._steps[self.optimizers.index(optimizer)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -301,10 +312,10 @@ class UpdateExchanger(Exchanger):
             self._after_step(optimizer, stepped=True)
 
     def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:
-        index = self.optimizers.index(optimizer)
-        self._steps[index] += 1
+        steps = self._of(optimizer)
+        steps.taken, steps.waiting = steps.taken + 1, (steps.waiting + 1) % self._rule.local_steps
         self._unshared = self._rule.local_steps > 1 or self._rule.delayed
-        if self._steps[index] % self._rule.local_steps == 0:
+        if steps.waiting == 0:
             self._exchange(optimizer, stepped)
         self.phase = Phase.IDLE
 
@@ -321,10 +332,10 @@ class UpdateExchanger(Exchanger):
 
         A gradient scaler may skip a step on one rank, but the other ranks exchange.
         """
-        index = self.optimizers.index(optimizer)
-        before = self._steps[index]
+        steps = self._of(optimizer)
+        before = steps.taken
         yield
-        if self._steps[index] == before:
+        if steps.taken == before:
             self._begin_step(optimizer)  # a rank that skips the step starts from the same weights as the others
             self._after_step(optimizer, stepped=False)
 
@@ -349,7 +360,7 @@ class UpdateExchanger(Exchanger):
 
     # Exchanges.
 
-    def _exchange(self, optimizer: Optimizer, stepped: bool | None) -> None:
+    def _exchange(self, optimizer: Optimizer, stepped: bool | None, write: bool = True) -> None:
         overlap = self._overlap if self._overlap is not None and self._overlap.has_begun else None
 
         def exchange() -> None:
@@ -357,12 +368,13 @@ class UpdateExchanger(Exchanger):
             if _needs_agreed_weights(self.reducer.method):
                 self._checks.copied.look(optimizer, changes, self.updates.parameters)
             compare = self._checks.equal.look(optimizer, changes)
-            overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped)
+            overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped, write=write)
             if compare is not None:
                 self.updates.wait()
                 compare(self.comm, self._session.device)
             if not self._rule.delayed and (buffers := self._buffers()):
-                broadcast(self.comm, [*buffers.values()], self._session.device)
+                given = [x if write else x.clone() for x in buffers.values()]
+                broadcast(self.comm, given, self._session.device)
             if self._rates.are_due(self._rule.local_steps):
                 self.updates.wait()
                 self._rates.compare()
@@ -406,7 +418,8 @@ class UpdateExchanger(Exchanger):
         """Exchange the deltas of steps that have not been exchanged yet. All ranks call it.
 
         Args:
-            write: if False, a pending exchange completes, but the model gets its weights only before the next step.
+            write: if False, the model gets the agreed weights only before the next step, and buffers stay: backward
+                may need the present ones.
         """
         if self._session.error is not None:
             raise self._session.error
@@ -417,10 +430,10 @@ class UpdateExchanger(Exchanger):
             )
         if write and (model := self._unattached.model) is not None:
             reshard(model)  # otherwise the next forward pass may use the root's weights from before the exchange
-        for index, optimizer in enumerate(self.optimizers):
-            if self._steps[index] % self._rule.local_steps:
-                self._steps[index] = 0
-                self._exchange(optimizer, None)
+        for optimizer, steps in zip(self.optimizers, self._steps, strict=True):
+            if steps.waiting:
+                steps.waiting = 0
+                self._exchange(optimizer, None, write)
         if self.updates.is_pending or self.updates.is_stale:
             self._during(partial(self.updates.complete, write))
         if write and self._unshared:
@@ -488,7 +501,7 @@ class UpdateExchanger(Exchanger):
     def agreed_weights(self) -> Mapping[int, Tensor]:
         """Return the last agreed weights by id of the parameter; empty if the model has these weights."""
         under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)
-        return self.updates.weights if under_way or self.updates.is_stale else {}
+        return self.updates.weights if under_way else self.updates.stale_weights
 
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""

@@ -106,7 +106,15 @@ class DeltaExchange:
     @property
     def weights(self) -> dict[int, Tensor]:
         """The last agreed weights, by the id of the parameter."""
-        agreed = ((self.parameters[name], w) for each in self.segments for name, w in each.agreed.items())
+        return self._agreed(self.segments)
+
+    @property
+    def stale_weights(self) -> dict[int, Tensor]:
+        """The agreed weights that the model lacks, by the id of the parameter."""
+        return self._agreed([each for each in self.segments if each.is_stale])
+
+    def _agreed(self, segments: Sequence[UpdateSegment]) -> dict[int, Tensor]:
+        agreed = ((self.parameters[name], w) for each in segments for name, w in each.agreed.items())
         return {id(param): like(param, w) for param, w in agreed}
 
     @property
@@ -218,7 +226,7 @@ class DeltaExchange:
     # After a step:
 
     @torch.no_grad()
-    def exchange(self, optimizer: Optimizer, *, stepped: bool | None = True) -> None:
+    def exchange(self, optimizer: Optimizer, *, stepped: bool | None = True, write: bool = True) -> None:
         """Exchange an optimizer's deltas since `begin`. Afterwards its weights are equal on all ranks.
 
         With overlap="next_step", complete the previous exchange and begin this one. After a failure the model has the
@@ -228,6 +236,7 @@ class DeltaExchange:
             optimizer: the optimizer of the deltas.
             stepped: whether the optimizer has just taken its step. False: it skipped the step. None: it took its steps
                 earlier.
+            write: see `complete`; without overlap.
 
         Raises:
             NonFiniteGradient: a delta is not finite on some rank. With overlap="next_step" the next exchange raises it.
@@ -246,8 +255,9 @@ class DeltaExchange:
             else:
                 with self._reducer.captures.allowed():
                     for each in segments:
-                        each.exchange_(groups)
-                self._share_new(optimizer)
+                        each.exchange_(groups, write)
+                if write:
+                    self._share_new(optimizer)
         except BaseException as error:  # some segments hold deltas, some this rank's weights, and some agreed ones
             self._restore(segments)
             if self._rule.delayed and not isinstance(error, Exception):
@@ -362,6 +372,8 @@ class DeltaExchange:
                 backward may need the present ones.
         """
         if not self._rule.delayed:
+            if write:
+                self._write_stale()
             return
         self._wait_or_restore()
         kept = [pair for each in self.segments if each.ahead is not None for pair in each.complete_()]

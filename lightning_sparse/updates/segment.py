@@ -178,11 +178,12 @@ class UpdateSegment:
 
     # An exchange.
 
-    def exchange_(self, groups: Mapping[int, Any]) -> None:
+    def exchange_(self, groups: Mapping[int, Any], write: bool = True) -> None:
         """Exchange the delta. Afterwards weights are equal on all ranks.
 
         Args:
             groups: parameter groups by id of the parameter.
+            write: if False, the model keeps its present weights, and the agreed ones are only in `weights`.
         """
         self.take_weights(self._still_frozen)
         reducer, segment, residual = self._reducer, self.segment, self._residual
@@ -192,7 +193,7 @@ class UpdateSegment:
         leaves_weights = (
             alone and reducer.method.compressor.is_exact(reducer.density) and (residual is None or not residual.any())
         )
-        in_place = not leaves_weights and all(x.dtype == torch.float32 and x.is_contiguous() for x in params)
+        in_place = write and not leaves_weights and all(x.dtype == torch.float32 and x.is_contiguous() for x in params)
         flat = [x.reshape(-1) for x in params]  # copies, if weights are not contiguous
         if in_place:  # saves the memory of the segment, and one pass over it
             deltas = flat
@@ -209,9 +210,10 @@ class UpdateSegment:
         changes_(deltas, weights, deltas, segment.bounds)
         if in_place:
             return
-        torch._foreach_copy_(params, [x.view(shape) for x, shape in zip(deltas, segment.shapes, strict=True)])
+        self.is_stale, agreed = not write, params if write else [*self.weights.values()]
+        torch._foreach_copy_(agreed, [x.view(shape) for x, shape in zip(deltas, segment.shapes, strict=True)])
         if residual is not None:  # it keeps the rounding error of the weights
-            changes_(deltas, [x.reshape(-1) for x in params], deltas, segment.bounds)
+            changes_(deltas, [x.reshape(-1) for x in agreed], deltas, segment.bounds)
             torch._foreach_add_(segment.views(residual), deltas)
 
     def begin_(self, groups: Mapping[int, Any]) -> PendingExchange:

@@ -592,17 +592,19 @@ class SavesInForward(Net):
         return ADAMW(self.parameters(), 0.01)
 
 
-@full
-def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights(tmp_path):
+@pytest.mark.parametrize(
+    "options", tiers([{"overlap": "next_step"}, {"local_steps": 2}], [{"local_steps": 2}]), ids=str
+)
+def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights(options, tmp_path):
     def run(rank: int) -> Any:
         path = tmp_path / "saved.ckpt"
         module = SavesInForward(path=path)
         messages = Messages()
-        trainer(sparse(overlap="next_step"), 2).fit(module, Loader(rank, 2))
+        trainer(sparse(**options), 2).fit(module, Loader(rank, 2))
         dist.barrier()
         saved = torch.load(path, weights_only=True)
         started = AdamNet()
-        again = trainer(sparse(overlap="next_step"), 2, max_steps=3)  # three steps are done, so none follows
+        again = trainer(sparse(**options), 2, max_steps=3)  # three steps are done, so none follows
         again.fit(started, Loader(rank, 2), ckpt_path=path)
         same_weights = all(same(saved["state_dict"][name], param) for name, param in started.named_parameters())
         elements = again.strategy.reducer.state_dict()["elements"]
