@@ -83,7 +83,7 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
         together(lambda: finish(entry), OSError)
-    except OSError:
+    except BaseException:  # torch's CheckpointException is no Exception
         sidecars.remove_own(path, tag, dist.get_rank(), dist.get_world_size())
         raise
     sidecars.prune(path, [tag])

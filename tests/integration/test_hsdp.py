@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import ModelParallelStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 
@@ -136,19 +137,28 @@ def test_a_resumed_run_is_the_whole_run_bit_for_bit_and_goes_on_with_another_num
         assert residual != 0
 
 
-def on_a_full_disk(rank: int, folder: str) -> Any:
-    """Rank 0 cannot write the file that Lightning writes last."""
-    path, errors = f"{folder}/a.ckpt", []
+def on_a_full_disk(rank: int, folder: str, owner: Any, name: str) -> Any:
+    """Rank 0 cannot write a file."""
+    path, errors, files = Path(folder) / "a.ckpt", [], []
+
+    def save(run: pl.Trainer) -> None:
+        try:
+            run.save_checkpoint(path)
+        except CheckpointException as error:
+            raise OSError(f"Rank 0: {error.failures[0][0]}") from error
 
     class Full(pl.Callback):
         def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0 and run.global_step == 2:
-                    patch.setattr(torch, "save", full_disk)
-                errors.append(attempt(lambda: run.save_checkpoint(path)))
+                    patch.setattr(owner, name, full_disk)
+                errors.append(attempt(lambda: save(run)))
+            run.strategy.barrier()
+            files.append(sorted(p.name for p in Path(f"{path}.residuals").iterdir()))
+            run.strategy.barrier()
 
     fitted(hsdp("topk", density=0.2), max_steps=3, callbacks=[Full()])
-    return errors, sorted(p.name.split(".")[1] for p in Path(f"{path}.residuals").iterdir())
+    return errors, files
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -156,16 +166,19 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 
 @full
+@pytest.mark.parametrize(("owner", "name"), [(torch, "save"), (FileSystemWriter, "write_data")])
 @pytest.mark.reliability(
     "topk_hsdp: disk full on one rank in a save",
     checked="the error on all ranks; the next save works",
     methods=["topk"],
 )
-def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works(tmp_path):
-    for errors, files in lightning_ranks(4, on_a_full_disk, str(tmp_path)):
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works(owner, name, tmp_path):
+    """Lightning writes a file by `torch.save` last, after torch's distributed checkpoint."""
+    for errors, (first, failed, last) in lightning_ranks(4, on_a_full_disk, str(tmp_path), owner, name):
         assert [bool(error) for error in errors] == [False, True, False]
         assert "Rank 0: [Errno 28] No space left on device" in errors[1]
-        assert len(files) == 4, "of the last save only"
+        assert failed == first, "none of the save that failed"
+        assert len(last) == 4, "of the last save only"
 
 
 def to_and_from_stock(rank: int, folder: str) -> Any:
