@@ -89,9 +89,10 @@ class Handshake:
         self._method = ""
         self._refusal = "", 0.0  # the latest refusal, and the time at which this rank first read it
 
-    def refuse(self, error: BaseException) -> None:
-        """Report to the other ranks that this rank cannot attach."""
-        self._refuse(f"Rank {self._rank} cannot attach: {type(error).__name__}: {error}")
+    def refuse(self, error: BaseException, *, attaches: bool = True) -> None:
+        """Report to the other ranks that this rank cannot attach, or that it has failed without attaching."""
+        why = f"{type(error).__name__}: {error}"
+        self._refuse(f"Rank {self._rank} cannot attach: {why}" if attaches else f"Rank {self._rank} failed: {why}")
 
     def _refuse(self, reason: str) -> None:
         self._set("refused", json.dumps([self._rank, self._nonce, reason]))

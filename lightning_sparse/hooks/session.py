@@ -62,7 +62,7 @@ def report_errors_to_peers(group: dist.ProcessGroup | None = None) -> Iterator[N
 
 
 def report_or_diagnose(error: BaseException) -> None:
-    """Report an error that comes before a `Session` to the other ranks, or find its cause.
+    """Report an error of a training without a `Session` to the other ranks, or find its cause.
 
     If the error says that a connection broke, the cause is put in front of its text. The cause is the error that
     another rank has reported, or the loss of the store.
@@ -72,7 +72,7 @@ def report_or_diagnose(error: BaseException) -> None:
         if broken:
             reason = _handshake(ProcessGroupComm(None)).refusal()
         else:
-            _refuse(error, None)
+            _refuse(error, None, attaches=False)
     except RankFailure as failure:  # no first answer from the store: its host has ended or is frozen
         reason = str(failure)
     except (dist.DistError, StoreTimeout):
@@ -81,11 +81,11 @@ def report_or_diagnose(error: BaseException) -> None:
         error.args = (f"{reason} ({first_line(error)})",)
 
 
-def _refuse(error: BaseException, group: dist.ProcessGroup | None) -> None:
+def _refuse(error: BaseException, group: dist.ProcessGroup | None, *, attaches: bool = True) -> None:
     """Report an error to the other ranks once, although it may pass here again; they know of a RankFailure already."""
     if not isinstance(error, RankFailure) and not hasattr(error, "_lightning_sparse_reported"):
         error._lightning_sparse_reported = True  # type: ignore[attr-defined]
-        _handshake(ProcessGroupComm(group)).refuse(error)
+        _handshake(ProcessGroupComm(group)).refuse(error, attaches=attaches)
 
 
 def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta | None) -> None:

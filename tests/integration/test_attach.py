@@ -211,6 +211,23 @@ def test_a_broken_connection_is_explained_by_the_end_of_the_store_as_well():
     assert "gloo" in text  # and the first error
 
 
+def broken_by_an_error(rank: int) -> str:
+    """Return rank 0's error for a connection that breaks, after rank 1 has reported an error."""
+    dist.barrier()
+    if rank == 1:
+        report_or_diagnose(ValueError("not so"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as broken:
+        dist.all_reduce(torch.ones(1))
+    report_or_diagnose(broken.value)
+    return str(broken.value)
+
+
+def test_a_broken_connection_is_explained_by_an_error_of_a_training_without_a_session():
+    text, _ = run_ranks(2, broken_by_an_error)
+    assert text.startswith("Rank 1 failed: ValueError: not so (")
+
+
 def frozen_store(rank: int) -> tuple[str, str, float]:
     """A sibling process continues rank 0, which hosts the store, after a while."""
     process_group.CONNECT_SECONDS = 2.0
