@@ -35,7 +35,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_sparse.state import resized
+from lightning_sparse.state import resized, sources
 
 KEY = "lightning_sparse"
 """Key of a checkpoint's entry about its sidecar files, such as their tag."""
@@ -114,14 +114,14 @@ def read(
     check(info)
     tag, old = info["tag"], info["size"]
     files = find(checkpoint, tag, old)
-    needed = [rank] if old == size else sorted({0} | set(range(rank, old, size)))
+    needed = [rank] if old == size else sources(rank, size, old)
     missing = [source for source in needed if source not in files]
     # State that is equal on all ranks must remain equal, so a rank without a file takes it from any other rank's.
-    sources = [source for source in needed if source in files] or sorted(files)[:1]
-    if not sources:
+    found = [source for source in needed if source in files] or sorted(files)[:1]
+    if not found:
         return None, missing
     # A generator loads one file after the other, so that only one is in memory besides the sum.
-    states = (load(*files[source], tag, source, old) for source in sources)
+    states = (load(*files[source], tag, source, old) for source in found)
     return next(states) if old == size and not missing else resized(states, rank, size), missing
 
 

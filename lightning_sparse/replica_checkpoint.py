@@ -35,7 +35,7 @@ from lightning_sparse._compat import parameters_by_name, shard_offset
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, local, parameters_of, reshard, state_like
-from lightning_sparse.state import resized
+from lightning_sparse.state import resized, sources
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
             return {**own, "rank": comm.rank, "size": comm.size}
 
     def states() -> Iterator[State]:
-        for replica in sorted({0, *range(comm.rank, max(replica_of) + 1, comm.size)}):
+        for replica in sources(comm.rank, comm.size, max(replica_of) + 1):
             ranks = [rank for rank in range(old) if replica_of[rank] == replica]
             parts = (sidecars.load(*files[rank], tag, rank, old) for rank in ranks)
             state = joined(parts, places)

@@ -185,17 +185,22 @@ def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
             raise ValueError(f"Reducer state has {key} {state.get(key)!r}, but {here!r} is needed: cannot load it.")
 
 
+def sources(rank: int, size: int, old: int) -> list[int]:
+    """Return the old ranks whose states `resized` needs for one of `size` new ranks: rank 0, and those of this rank."""
+    return sorted({0, *range(rank % old, old, size)})
+
+
 def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """Return the state of one of `size` new ranks, computed from the states of the old ranks.
 
     A residual keeps its mean over the ranks. New rank r takes (new / old) times the sum over all old ranks that equal
     r modulo the new number. State that is equal on all ranks is copied. All other state starts at zero. If
-    each rank has optimizer state, a new rank takes the mean over the same old ranks, or old rank 0's if there are none.
-    A parameter without state on a rank counts as zeros.
+    each rank has optimizer state, a new rank takes the mean over the same old ranks. If there are none, it takes that
+    of old rank r modulo the old number. A parameter without state on a rank counts as zeros.
 
     Args:
-        states: `Reducer.state_dict` of old rank 0, and of the old ranks that equal `rank` modulo `size`, in order. They
-            are read one after the other, so that few are in memory at a time.
+        states: `Reducer.state_dict` of the old ranks that `sources` names, in order. They are read one after the other,
+            so that few are in memory at a time.
         rank: the new rank.
         size: the new number of ranks.
     """
@@ -203,7 +208,7 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     optimizers: list[Any] = []
     for state in states:
         mine = state["rank"] % size == rank
-        if "optimizers" in state and mine:
+        if "optimizers" in state and state["rank"] % size == rank % state["size"]:
             optimizers.append(state["optimizers"])
         factor = size / state["size"] if mine else 0.0
         if not result:

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 from lightning_sparse import METHODS, Reducer, simulate
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.state import resized
+from lightning_sparse.state import resized, sources
 from tests.integration.trainers import same
 
 TAG = "0123456789abcdef"
@@ -269,7 +269,10 @@ def test_ranks_of_different_models_are_not_added_up(elements):
 
 
 def of_optimizers(*kept: dict) -> list[dict]:
-    return [{**state(rank), "optimizers": {"0": {"state": own, "param_groups": []}}} for rank, own in enumerate(kept)]
+    return [
+        {**state(rank, len(kept)), "optimizers": {"0": {"state": own, "param_groups": []}}}
+        for rank, own in enumerate(kept)
+    ]
 
 
 def test_a_parameter_without_gradients_on_a_rank_has_moments_of_zero_there():
@@ -278,6 +281,18 @@ def test_a_parameter_without_gradients_on_a_rank_has_moments_of_zero_there():
     for ranks in ({0: both, 1: one}, {0: both}), ({0: both}, {0: both, 1: one}):
         kept = resized(of_optimizers(*ranks), 0, 1)["optimizers"]["0"]["state"]
         assert same(kept, {0: both, 1: {"step": torch.tensor(5.0), "m": torch.full((3,), 2.0)}})
+
+
+def test_with_twice_the_ranks_the_mean_of_the_moments_stays():
+    old = of_optimizers(*({0: {"m": torch.full((3,), value)}} for value in (1.0, 2.0, 6.0)))
+    new = [resized([old[source] for source in sources(rank, 6, 3)], rank, 6) for rank in range(6)]
+    moments = [kept["optimizers"]["0"]["state"][0]["m"][0] for kept in new]
+    assert moments == [1, 2, 6, 1, 2, 6]
+    assert (
+        torch.stack([kept["elements"]["residual"]["w"] for kept in new])
+        .mean(0)
+        .equal(torch.stack([each["elements"]["residual"]["w"] for each in old]).mean(0))
+    )
 
 
 def test_states_of_different_optimizers_have_no_mean():

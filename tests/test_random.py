@@ -20,7 +20,7 @@ from lightning_sparse.comm import Comm
 from lightning_sparse.compressors.base import Entries, drop_padding
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
-from lightning_sparse.state import resized
+from lightning_sparse.state import resized, sources
 from tests.support.profiles import PROFILE
 from tests.support.tiers import full
 from tests.support.training import make
@@ -241,7 +241,7 @@ def test_a_random_history(case):
 
     def go_on(comm: Comm) -> Run:
         rank, size = comm.rank, comm.size
-        needed = [state for state in states if state["rank"] == 0 or state["rank"] % size == rank]
+        needed = [states[old] for old in sources(rank, size, case.size)]
         state = states[rank] if size == case.size else resized(needed, rank, size)
         run = Run(case, comm, case.new_granularity, state)
         # The saved state of each parameter is restored, in any partition into segments.
