@@ -682,7 +682,7 @@ def failing(rank: int, event: str, folder: Path) -> None:
 CAUSES = {
     "nan": "The update of '0.weight' is not finite on rank 3 at step 2",
     "nan, then a pause": "The update of '0.weight' is not finite on rank 3 at step 2",
-    "error": "(No answer from rank 3|[Rr]ank 3 has ended)",
+    "error": r"(No answer from ranks? (\d, )*3|[Rr]ank 3 has ended)",
     "killed": "No answer from rank 3",
     "hangs": "Still running, but not taking part: rank 3",
 }

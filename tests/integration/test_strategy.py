@@ -21,6 +21,7 @@ import lightning_sparse
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, method
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.compressors import TopK
+from lightning_sparse.methods import UPDATE_DENSITY, WARMUP_FACTORS
 from lightning_sparse.strategies.lightning_pytorch import SparseDDPStrategy as ForLightning
 from lightning_sparse.strategies.pytorch_lightning import SparseDDPStrategy as ForPytorchLightning
 from tests.processes import run_program, run_ranks
@@ -60,7 +61,7 @@ def test_launchers(namespace, strategy, second_fit, optimizer, tmp_path):
     name = strategy.split()[-1].split("_")[0]
     updates = optimizer == "AdamW" and name != "dense"
     assert first["exchanged"] == ("update" if updates else "gradient")
-    assert first["density"] == (0.01 if updates else method(name).density)
+    assert first["density"] == (WARMUP_FACTORS[0] * UPDATE_DENSITY if updates else method(name).density)
     # 32·64 + 64 + 64·2 + 2 parameters; two ranks send 2(P − 1)/P of 4 bytes each, or less.
     dense = 8 * 4 * 2242
     share = 10 if updates else 50
