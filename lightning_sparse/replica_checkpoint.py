@@ -76,14 +76,17 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish
 
     Raises:
         ValueError, OSError: as in `save_replica`.
+        CheckpointException: of torch, from `finish`; it is no Exception.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # the import takes time
+
     state = together(lambda: replica_state(model, exchange), ValueError)
     tag = _gather(secrets.token_hex(8))[0]
     entry = entry_of(tag, exchange)
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
         together(lambda: finish(entry), OSError)
-    except BaseException:  # torch's CheckpointException is no Exception
+    except (OSError, CheckpointException):  # on all ranks
         sidecars.remove_own(path, tag, dist.get_rank(), dist.get_world_size())
         raise
     sidecars.prune(path, [tag])
