@@ -98,8 +98,11 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a group's later collectives. Private in torch 2.8 to 2.15."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
+    """Set the timeout of a group's later collectives. Private in torch 2.8 to 2.13."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

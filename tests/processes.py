@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -73,6 +74,8 @@ def _script(script: Path, arguments: Sequence[str], port: str, out: int, err: in
                 handler.setStream(sys.stderr)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
+    # Since torch 2.14 it counts as a use of CUDA that tests have asked for GPUs, and Lightning then refuses to fork.
+    torch.cuda._is_in_bad_fork = lambda: False
     os.environ.update(MASTER_PORT=port)
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")

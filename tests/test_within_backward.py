@@ -290,9 +290,9 @@ def test_on_cuda_streams_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append(f"a state stays for {stream.name}"))
     exchange_segment = UpdateSegment.exchange_
 
-    def logged(each, groups):
+    def logged(each, *args):
         log.append(f"exchange segment {each.segment.index}")
-        exchange_segment(each, groups)
+        exchange_segment(each, *args)
 
     monkeypatch.setattr(UpdateSegment, "exchange_", logged)
 

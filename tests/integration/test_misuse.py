@@ -330,6 +330,7 @@ def scripted(_: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_a_trained_model_can_be_scripted_and_its_pickle_needs_no_package():
     assert run_ranks(2, scripted) == [(False, True)] * 2
 
