@@ -80,7 +80,7 @@ def test_the_checksum_of_a_tensor_with_strides_is_that_of_its_values(x):
 
 
 class Codes(torch.Tensor):
-    """A tensor without storage of its own, like the states of 8-bit optimizers: its codes are an attribute."""
+    """A tensor without storage, like the states of 8-bit optimizers: its codes are an attribute."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor):

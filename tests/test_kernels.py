@@ -686,8 +686,8 @@ def test_every_method_over_processes(size):
         if name not in METHODS or METHODS[name].traits.conserves:
             # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
             torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
-        # These methods need moments, or sums of rows, which are rounded differently.
-        if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "terngrad"):
+        # These methods need moments, or sums or norms of rows, which are rounded differently.
+        if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "qsgd", "terngrad"):
             for rank in ranks:
                 for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
                     assert torch.equal(mine, reference), name
@@ -1253,7 +1253,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 79
+    assert len(kernels) == 78
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers

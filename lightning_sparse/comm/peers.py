@@ -75,7 +75,7 @@ class Peers:
                     self._store.compare_set(self._done, found, f"{calls} {reason}")
 
     def mark_pause(self, calls: int, reason: str) -> None:
-        """Record that this rank goes on after its first `calls` collective calls when all ranks have called this.
+        """Record that this rank waits after its first `calls` collective calls until all ranks have called this.
 
         Peers that make more calls before will fail.
         """

@@ -339,7 +339,7 @@ class Session:
     def outside(self) -> ProcessGroupComm:
         """Return a connection to the same ranks for a collective that does not follow each rank's number of steps.
 
-        If another rank goes on with its steps, both get an error.
+        If another rank continues with its steps, both get an error.
         """
         return self.comm.outside(
             f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
