@@ -582,7 +582,7 @@ def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:
     if method.is_sparse and (method.density or 1) < UPDATE_DENSITY and other is not None and dist.get_rank() == 0:
         log.warning(
             f"density={method.density:g} is small for updates of {type(other).__name__}: at 0.001 a GPT with AdamW "
-            f"needed 1.27 times the steps of dense training, and at {UPDATE_DENSITY:g} no more. Leave density out, or "
+            f"needed 1.24 times the steps of dense training, and at {UPDATE_DENSITY:g} no more. Leave density out, or "
             f"give a larger one, unless your link asks for it."
         )
 
