@@ -1258,7 +1258,8 @@ def test_kernels_compile_for_gpus(capability):
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers
         # For sm_100 ptxas uses at most 40 registers in the kernel that adds an fp16 gradient, and spills four of them.
-        allowed = 16 if capability == 100 and name == "add fp16" else 0
+        # Triton 3.8 spills four of the kernel that counts votes, for sm_90.
+        allowed = 16 if (capability, name) in [(100, "add fp16"), (90, "votes")] else 0
         assert kernel["spilled"] <= allowed, (name, kernel)
         # Two programs of 256 threads share the 65,536 registers, so that one loads while the other calculates.
         assert kernel["registers"] <= 128, (name, kernel)
