@@ -328,7 +328,7 @@ NAMED = {
     "sparseloco": "SparseLoCo",
 }
 """Methods that the figure shows, with their labels. The table has all."""
-HIGHEST = 25  # per cent above ddp, of the figure
+LOWEST, HIGHEST = -10, 25  # per cent above ddp, of the figure
 
 
 class Flushing(Reducer):
@@ -419,7 +419,7 @@ def draw(folder: Path) -> Any:
     for panel, ranks in zip(panels, (2, 4, 8), strict=True):
         found = contestants(folder, ranks)
         shown = found[found.index.isin(NAMED) & (found.loss < HIGHEST)]
-        panel.axhspan(-8, 1, color="0.94", zorder=0)
+        panel.axhspan(LOWEST, 1, color="0.94", zorder=0)
         panel.axhline(0, color="black", lw=0.6)
         labels = []
         for name, row in shown.iterrows():
@@ -433,7 +433,7 @@ def draw(folder: Path) -> Any:
         if above := above_of(found):
             text = "above:\n" + "\n".join(f"{each} {found.loss[name]:+.0f} %" for each, name in above)
             panel.text(0.03, 0.87, text, transform=panel.transAxes, va="top", color=plots.MUTED)
-        panel.set(xscale="log", title=f"{ranks} workers", xlim=(0.02, 700), ylim=(-8, HIGHEST))
+        panel.set(xscale="log", title=f"{ranks} workers", xlim=(0.02, 700), ylim=(LOWEST, HIGHEST))
         panel.set_xlabel("bytes, % of dense (log scale)")
         panel.set_xticks([0.1, 1, 10, 100], labels=["0.1", "1", "10", "100"])
         panel.minorticks_off()

@@ -29,6 +29,7 @@ ROWS = {
     "oldest": ("3.10", None),  # of everything that setup.cfg names, its lower bound
     "2.11": ("3.12", ["torch==2.11.*"]),
     "2.13": ("3.11", ["torch==2.13.*"]),
+    "2.14": ("3.13", ["torch==2.14.*"]),
     "newest": ("3.13", []),
 }
 TESTS = (
