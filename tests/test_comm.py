@@ -16,6 +16,7 @@ from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.process_group import DIRECT
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.options import ReducerOptions
+from lightning_sparse.strategies import rendezvous
 from tests.processes import run_ranks
 from tests.support.tiers import tiers
 
@@ -235,6 +236,19 @@ def test_a_device_that_waits_for_a_rank_with_fewer_batches_is_an_error_at_the_en
     assert closed
     reason = r"Rank 1 has ended training after 0 steps, while other ranks go on.*"
     assert re.fullmatch(reason if how == "fewer batches" else "None", text)
+
+
+def met(rank: int) -> list[bool]:
+    """Both ranks meet after the first fit, and only rank 0 after the second one, with another strategy."""
+    rendezvous.MEET_SECONDS = 0.5
+    first, second = rendezvous.Rendezvous(), rendezvous.Rendezvous()
+    results = [first.all_ranks_present()]
+    first.end_fit()
+    return [*results, *([second.all_ranks_present()] if rank == 0 else [])]
+
+
+def test_a_rank_does_not_meet_the_entries_of_an_earlier_fit():
+    assert run_ranks(2, met)[0] == [True, False]
 
 
 def late_exchange(rank: int) -> float:
