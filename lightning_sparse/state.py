@@ -186,7 +186,7 @@ def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
 
 
 def sources(rank: int, size: int, old: int) -> list[int]:
-    """Return the old ranks whose states `resized` needs for one of `size` new ranks: rank 0, and those of this rank."""
+    """Return the old ranks whose states `resized` needs for one of `size` new ranks, in order. Rank 0 is the first."""
     return sorted({0, *range(rank % old, old, size)})
 
 

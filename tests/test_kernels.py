@@ -686,11 +686,13 @@ def test_every_method_over_processes(size):
         if name not in METHODS or METHODS[name].traits.conserves:
             # Sums of some 30 numbers of about 3, each rounded to 2⁻²⁴ of it.
             torch.testing.assert_close(total + kept, given, rtol=0, atol=2e-5)
-        # These methods need moments, or sums or norms of rows, which are rounded differently.
-        if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "qsgd", "terngrad"):
+        # These methods need moments, or sums of rows, which are rounded differently.
+        if "gaussiank" not in name and name not in ("onebit", "efsignsgd", "terngrad"):
+            # QSGD: three steps of values up to their bucket's norm, which is below 16. Its last bit, 2⁻²⁰, may differ.
+            atol = 3 * 2**-20 if name == "qsgd" else 0.0
             for rank in ranks:
                 for mine, reference in zip(rank[name, "triton"], rank[name, "torch"], strict=True):
-                    assert torch.equal(mine, reference), name
+                    torch.testing.assert_close(mine, reference, rtol=0, atol=atol, msg=name)
 
 
 @full
@@ -1259,7 +1261,8 @@ def test_kernels_compile_for_gpus(capability):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers
         # For sm_100 ptxas uses at most 40 registers in the kernel that adds an fp16 gradient, and spills four of them.
         # Triton 3.8 spills four of the kernel that counts votes, for sm_90.
-        allowed = 16 if (capability, name) in [(100, "add fp16"), (90, "votes")] else 0
+        since = {(100, "add fp16"): "3.7", (90, "votes"): "3.8"}.get((capability, name))
+        allowed = 16 if since and Version(metadata.version("triton")) >= Version(since) else 0
         assert kernel["spilled"] <= allowed, (name, kernel)
         # Two programs of 256 threads share the 65,536 registers, so that one loads while the other calculates.
         assert kernel["registers"] <= 128, (name, kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -68,11 +68,13 @@ class Peers:
 
         The record of the rank with the fewest calls is kept, also if that rank is late.
         """
-        if os.getpid() == self._pid:
-            with contextlib.suppress(Exception):  # see `_put`
-                found = self._store.get(self._done).decode() if self._store.check([self._done]) else ""
-                if not found or calls < int(found.split(" ", 1)[0]):
-                    self._store.compare_set(self._done, found, f"{calls} {reason}")
+
+        def write() -> None:
+            found = self._store.get(self._done).decode() if self._store.check([self._done]) else ""
+            if not found or calls < int(found.split(" ", 1)[0]):
+                self._store.compare_set(self._done, found, f"{calls} {reason}")
+
+        self._write(write)
 
     def mark_pause(self, calls: int, reason: str) -> None:
         """Record that this rank waits after its first `calls` collective calls until all ranks have called this.
@@ -80,9 +82,7 @@ class Peers:
         Peers that make more calls before will fail.
         """
         self._pauses += 1
-        if os.getpid() == self._pid:
-            with contextlib.suppress(Exception):  # see `_put`
-                self._store.set(self._pause, f"{self._pauses} {calls} {reason}")
+        self._write(lambda: self._store.set(self._pause, f"{self._pauses} {calls} {reason}"))
 
     def raise_if_failed(self, calls: int) -> None:
         """Raise RankFailure if a rank failed, finished or pauses with fewer calls than this rank has started."""
@@ -176,10 +176,14 @@ class Peers:
 
     def _put(self, key: str, text: str) -> None:
         """Set a key if it is not set yet."""
+        self._write(lambda: self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode()))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Call a function that writes to the store, but not in a forked child. Never raise an error."""
         if os.getpid() == self._pid:
-            # If the store is gone, its host has ended, and the peers lose their connections anyway. Never raise.
+            # If the store is gone, its host has ended, and the peers lose their connections anyway.
             with contextlib.suppress(Exception):
-                self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode())
+                write()
 
 
 def lost_store(rank: int, error: BaseException) -> str:

@@ -56,7 +56,7 @@ class ExchangedGradients:
         self._may_move = True  # until the first look after the first backward pass
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
-        before = unserializable_hook(partial(self._before_accumulation))
+        before = unserializable_hook(partial(self._before_accumulation))  # which marks it; a method takes no mark
         self._hooks = [param.register_hook(before) for param in params.values()]
         # torch.autograd.grad calls the first hook, too, but accumulates nothing.
         self._hooks += [param.register_post_accumulate_grad_hook(self._accumulated) for param in params.values()]

@@ -409,7 +409,15 @@ class Session:
 
     def device_is_done(self) -> bool:
         """Wait at most `JOIN_SECONDS` for the device; return whether it no longer waits for other ranks."""
-        return wait_for_device(self._done)
+        deadline = time.monotonic() + JOIN_SECONDS
+        try:
+            while not self._done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # an error on the device
+            return False
+        return True
 
     def look(self) -> None:
         """Reply to failed ranks, and free this rank's device if it waits for one of them. Call it every POLL."""
@@ -464,19 +472,6 @@ def check_device(group: dist.ProcessGroup, device: torch.device) -> None:
             f"The process group has no backend for the parameters on {device.type!r}. For shards that are offloaded to "
             f"the CPU, call init_process_group('cpu:gloo,cuda:nccl'). Give values to parameters on 'meta' first."
         ) from error
-
-
-def wait_for_device(done: Callable[[], bool]) -> bool:
-    """Wait for the device, at most for `JOIN_SECONDS`; return whether it is done."""
-    deadline = time.monotonic() + JOIN_SECONDS
-    try:
-        while not done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
-    except RuntimeError:  # an error on the device
-        return False
-    return True
 
 
 def _nothing_to_wait_for() -> bool:

@@ -373,6 +373,7 @@ class UpdateExchanger(Exchanger):
                 self.updates.wait()
                 compare(self.comm, self._session.device)
             if not self._rule.delayed and (buffers := self._buffers()):
+                # All ranks take part, also one whose running backward pass needs its present buffers.
                 given = [x if write else x.clone() for x in buffers.values()]
                 broadcast(self.comm, given, self._session.device)
             if self._rates.are_due(self._rule.local_steps):

@@ -194,10 +194,12 @@ def test_a_killed_rank_that_hosted_the_store_is_named_within_seconds(exchange):
         assert seconds < SOON
 
 
-def broken_by_the_end_of_the_store(rank: int) -> str:
-    """Return rank 1's error for a connection that breaks before there is a session."""
+def broken_by(rank: int, killed: int, error: BaseException | None = None) -> str:
+    """Return the error of the rank whose connection breaks, as the other is killed. That one may report an error."""
     dist.barrier()
-    if rank == 0:
+    if rank == killed:
+        if error is not None:
+            report_or_diagnose(error)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as broken:
         dist.all_reduce(torch.ones(1))
@@ -206,25 +208,13 @@ def broken_by_the_end_of_the_store(rank: int) -> str:
 
 
 def test_a_broken_connection_is_explained_by_the_end_of_the_store_as_well():
-    _, text = run_ranks(2, broken_by_the_end_of_the_store)
+    _, text = run_ranks(2, broken_by, 0)
     assert text.startswith("Rank 1 lost the store of the process group: the process that hosts it, usually rank 0, has")
     assert "gloo" in text  # and the first error
 
 
-def broken_by_an_error(rank: int) -> str:
-    """Return rank 0's error for a connection that breaks, after rank 1 has reported an error."""
-    dist.barrier()
-    if rank == 1:
-        report_or_diagnose(ValueError("not so"))
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError) as broken:
-        dist.all_reduce(torch.ones(1))
-    report_or_diagnose(broken.value)
-    return str(broken.value)
-
-
 def test_a_broken_connection_is_explained_by_an_error_of_a_training_without_a_session():
-    text, _ = run_ranks(2, broken_by_an_error)
+    text, _ = run_ranks(2, broken_by, 1, ValueError("not so"))
     assert text.startswith("Rank 1 failed: ValueError: not so (")
 
 

@@ -150,7 +150,7 @@ def loaded(rank: int, path: Path, replicas: int, shards: int) -> Any:
 
 @full
 def test_another_number_of_replicas_and_shards(tmp_path):
-    """The mean of the residuals stays. A new replica has the mean of the moments of its old ones, or those of one."""
+    """The mean of the residuals stays. A new replica has the mean of its old ones' moments, or one old replica's."""
     path = tmp_path / "last.ckpt"
     old = {replica: state for replica, state, _ in run_ranks(4, saved, path)}
     assert any(not torch.equal(x, old[1]["exp_avg"][name]) for name, x in old[0]["exp_avg"].items())
