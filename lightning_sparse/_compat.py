@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+OURS = "lightning_sparse"
+"""The description of this package's process groups."""
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers every rank's tensor into one tensor. New in torch 2.13, which deprecates `all_gather_into_tensor`."""
 
@@ -58,7 +60,7 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
             name,
             timeout=timeout,
             device_id=device,
-            group_desc="lightning_sparse",
+            group_desc=OURS,
             **options,
         )
     finally:
@@ -163,9 +165,9 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
 
 def collectives_so_far() -> int:
-    """Return the number of collectives that the default process group has started. Private in torch 2.8 to 2.15."""
-    world: Any = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if world is None else int(world._get_sequence_number_for_group())
+    """Return the number of collectives that all process groups but ours have started. Private in torch 2.8 to 2.15."""
+    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()  # type: ignore[attr-defined]
+    return sum(int(each._get_sequence_number_for_group()) for each in groups if each.group_desc != OURS)
 
 
 def in_backward() -> bool:

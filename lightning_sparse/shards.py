@@ -123,6 +123,7 @@ def average_gradients(
 
     def average(gradient: Tensor) -> None:
         _check_frozen(others)
+        _keep(gradient)
         dist.all_reduce(gradient, group=group)
         gradient.div_(size)
         count(2 * (size - 1) * gradient.nbytes // size)  # of a ring
@@ -163,7 +164,13 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def _keep(gradient: Tensor) -> None:
-    pass
+    """Let the present stream, in which FSDP2 calls its hook, use the gradient after FSDP2 has freed it.
+
+    FSDP2 allocates it in another stream. Without this, the gradient of the next layer may get the same memory while
+    this one is averaged, converted or copied.
+    """
+    if gradient.is_cuda:
+        gradient.record_stream(torch.cuda.current_stream(gradient.device))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning_sparse import method
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.process_group import DIRECT
+from lightning_sparse.hooks import session as sessions
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies import rendezvous
@@ -211,6 +213,72 @@ def failure_seen(rank: int) -> str:
 
 def test_over_nccl_a_failure_is_seen_outside_of_exchanges():
     assert "no more data" in run_ranks(2, failure_seen)[0]
+
+
+def stuck(rank: int) -> list[str]:
+    """Free a device that still waits after our collectives were aborted, in one of DDP."""
+    mine, aborted = session(), list[str]()
+    mine.stream, mine.comm.group = "any", SimpleNamespace(_get_backend=lambda device: NCCL, abort=lambda: None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sessions, "STUCK_SECONDS", 0.1)
+        patched.setattr(sessions, "_is_idle", lambda device: False)
+        patched.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(group.group_desc))
+        mine.free_device()
+    return aborted
+
+
+def test_a_device_that_waits_in_a_collective_of_ddp_is_freed():
+    assert run_ranks(1, stuck) == [["default_pg"]]
+
+
+def launching(rank: int) -> list[int]:
+    """Look at a failed rank while another thread launches collectives, and when it still does after a while."""
+    mine, freed = session(), list[int]()
+    mine.stream, mine.comm.group = "any", SimpleNamespace(_get_backend=lambda device: NCCL, abort=lambda: None)
+    mine.free_device = lambda: freed.append(len(looks))
+    mine.launching()
+    mine.comm.mark_failed("Rank 1 failed")
+    looks = [1]
+    for _ in range(2):
+        mine.look()
+        looks.append(1)
+    return freed
+
+
+def test_a_communicator_is_not_freed_while_a_thread_begins_to_use_it():
+    """NCCL would crash. If the thread is still there in the next look, it waits for the failed rank."""
+    assert run_ranks(1, launching) == [[2]]
+
+
+def left_alone(rank: int) -> bool:
+    """Leave a group of NCCL that the other ranks of the node do not leave."""
+    mine, others, ended = session(), threading.Event(), list[bool]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "over_nccl", property(lambda self: True))
+        patched.setattr(sessions, "JOIN_SECONDS", 0.1)
+        patched.setattr(dist, "destroy_process_group", lambda group: ended.append(others.wait(20)))
+        mine.close()
+    waited = bool(ended)
+    others.set()
+    return waited
+
+
+def test_a_rank_does_not_wait_for_others_to_leave():
+    assert run_ranks(1, left_alone) == [False]
+
+
+def uncaught(rank: int) -> str:
+    """Rank 1 ends by an error that nothing has reported, as a script does."""
+    mine = session()
+    if rank == 1:
+        sys.last_value = ValueError("the disk is full")
+        sessions._report_uncaught()
+    dist.barrier()
+    return mine.comm.peers.reported()
+
+
+def test_an_error_that_ends_the_program_is_the_reason_of_other_ranks():
+    assert all(text.endswith("ValueError: the disk is full") for text in run_ranks(2, uncaught))
 
 
 def last_exchange(rank: int, how: str) -> tuple[str, bool]:

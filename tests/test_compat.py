@@ -125,9 +125,12 @@ def test_collectives_so_far():
     def count(rank):
         before = _compat.collectives_so_far()
         dist.all_reduce(torch.zeros(1))
+        ours = _compat.new_named_group(dist.group.WORLD, "ours", timedelta(seconds=20))
+        for group in (dist.new_group(), ours):
+            dist.all_reduce(torch.zeros(1), group=group)
         return _compat.collectives_so_far() - before
 
-    assert run_ranks(2, count) == [1, 1]
+    assert run_ranks(2, count) == [2, 2], "all but ours"
 
 
 def test_gradient_hooks():

@@ -25,6 +25,7 @@ from lightning_sparse.contrib.order_statistics import TrimmedMean
 from lightning_sparse.contrib.robust import Attacked
 from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.contrib.sign import Sign
+from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -119,6 +120,14 @@ OPTIONS = [
     ("randk", {"density": 0.001}),
     ("dense", {}),
 ]
+
+
+def test_a_comparison_of_learning_rates_does_not_wait(fake_cuda):
+    comm = Counting(2)
+    optimizer = torch.optim.SGD([torch.empty(3, device=CUDA)], 0.1)
+    with NoWaiting():
+        Rates(comm, [optimizer], CUDA).compare()
+    assert comm.fetched == 1
 
 
 @pytest.mark.parametrize("size", tiers([1, 2, 4], [2]))

@@ -61,6 +61,7 @@ ALLOWED = {
         "layout",
         "comm",
         "gradients",
+        "kernels",
         "methods",
         "options",
         "reducer",

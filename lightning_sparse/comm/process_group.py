@@ -37,6 +37,9 @@ class ProcessGroupComm(Comm):
     Args:
         group: the process group; None selects the default group.
         store: a connection to the store that the same thread uses; None makes a new one.
+
+    Attributes:
+        first: the given group, also after `use`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, store: Store | None = None) -> None:
@@ -48,12 +51,12 @@ class ProcessGroupComm(Comm):
         group = group or dist.group.WORLD
         assert group is not None
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self.store, self._first = store or default_store(), group
+        self.store, self.first = store or default_store(), group
         self.use(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the connection from copies and pickles, such as the copy in a callback that counts bytes."""
-        return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers", "_first")}
+        return {name: value for name, value in vars(self).items() if name not in ("store", "group", "peers", "first")}
 
     def use(self, group: dist.ProcessGroup, peers: Peers | None = None) -> None:
         """Communicate over another process group of the same ranks from now on.
@@ -92,8 +95,8 @@ class ProcessGroupComm(Comm):
     def outside(self, reason: str) -> ProcessGroupComm:
         """Return a connection over the group of `__init__`. Peers that use this one before they call this will fail."""
         self.peers.mark_pause(self._calls, reason)
-        outside = ProcessGroupComm(self._first, self.store)
-        outside.use(self._first, self.peers)
+        outside = ProcessGroupComm(self.first, self.store)
+        outside.use(self.first, self.peers)
         return outside
 
     def diagnose(self) -> str:

@@ -37,7 +37,7 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     kinds = [[(key, f"{type(x)}", _is_averaged(x), getattr(x, "shape", None)) for key, x in each] for each in values]
     if _are_equal(comm, kinds, params[0].device) and is_plain:
         for x in filter(Tensor.numel, tensors):
-            x.copy_(comm.all_reduce(x.float()).div_(comm.size))
+            x.copy_(comm.all_reduce(x.float().contiguous()).div_(comm.size))  # NCCL takes no other strides
     own = optimizer.state_dict()
     if not _are_equal(comm, own, params[0].device):
         _load(optimizer, params, _merged(own, _from_rank_0(comm, _sent(own))))

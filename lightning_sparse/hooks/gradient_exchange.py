@@ -10,9 +10,9 @@ last gradient. DDP's stream waits for an event of the thread's stream, through t
 the device: the thread completes a future when it has launched the kernels.
 
 NCCL requires one order of the collectives of all its communicators on a device, the same on all ranks. In plain
-backward only this thread has collectives. If backward has others (`exchanges_after_backward`), the thread gets the
-buckets at the end of backward. First come backward's collectives, in the order of autograd, then ours. Nothing overlaps
-in this case.
+backward only this thread has collectives. If backward has others (`exchanges_after_backward`), or if several models
+exchange gradients, the thread gets the buckets at the end of backward. First come backward's collectives, in the order
+of autograd, then ours. Nothing overlaps in this case.
 
 After an exception in the thread, no rank and no thread may wait for ever. The thread reports the exception to the other
 ranks. It completes all futures with the local gradients, because backward hangs if a future never completes. The
@@ -25,6 +25,7 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
 
 log = logging.getLogger(__name__)
+_over_nccl: weakref.WeakSet[GradientExchanger] = weakref.WeakSet()
+"""The open exchanges over NCCL in this process."""
 
 
 class GradientExchanger(Exchanger):
@@ -83,6 +86,9 @@ class GradientExchanger(Exchanger):
         self._worker = Worker(session.stream, session.over_nccl, session.look, self._failed, session.free_device)
         self._step = Step(self.reducer, rates)
         self._held: list[Bucket] | None = [] if session.over_nccl and exchanges_after_backward(ddp) else None
+        if session.over_nccl:
+            _over_nccl.add(self)
+            self._worker.start()  # another rank may fail before the first backward pass
         self._in_backward = False
         # DDP also delivers parameters that took no part, with the stale contents of their .grad. Only autograd knows.
         self._used: set[str] | None = set() if ddp.find_unused_parameters or ddp.static_graph else None
@@ -140,6 +146,8 @@ class GradientExchanger(Exchanger):
             # differ from the stream that called backward.
             ready = torch.cuda.current_stream(self._session.device).record_event()
         arrived = Bucket(future, buffer, views, unused, ready)
+        if self._held is None and self in _over_nccl and len(_over_nccl) > 1:
+            self._held = []  # the threads of two models would launch their collectives in any order
         if self._held is None:
             self._submit(arrived)
         else:
@@ -240,6 +248,7 @@ class GradientExchanger(Exchanger):
         if self._session.is_closed:
             return
         self._session.mark_done()
+        _over_nccl.discard(self)
         for hook in self._hooks:
             hook.remove()
         if self._exchanged is not None:

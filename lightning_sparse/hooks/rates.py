@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.comm import Comm
+from lightning_sparse.kernels.launch import to_device
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Rates:
         self._earlier = rates
         own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan]
         with self._comm.uncounted():
-            every = self._comm.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
+            every = self._comm.all_gather(to_device(torch.tensor(own, dtype=torch.float64, device="cpu"), self._device))
         self._answer = self._comm.to_host_async(every)
 
     def _warn_of_zero(self) -> None:

@@ -9,18 +9,21 @@ It does not depend on DistributedDataParallel, so both exchanges, of gradients a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
 import os
 import re
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,14 +34,16 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import CONNECT_SECONDS, call_in_thread, has_ended
-from lightning_sparse.comm.store import StoreTimeout
+from lightning_sparse.comm.store import StoreTimeout, in_thread
 from lightning_sparse.methods import Method
 from lightning_sparse.options import ReducerOptions, check_optional
 from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
-_attempts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
+STUCK_SECONDS = 20.0
+"""Seconds after which a device that still works is taken to wait for another rank, after training has failed."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
@@ -121,6 +126,23 @@ def _handshake(
         return has_ended(group, ranks.index(rank))
 
     return Handshake(comm.store, group.group_name, dist.get_rank(), ranks, timeout, ended, part, attempt)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _report_uncaught() -> None:
+    """Report the error that has ended this program to the other ranks, which may wait for this one."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):  # an interactive session goes on after errors
+        for session in list(_sessions):
+            session.fail(error)
+
+
+@cache
+def _report_at_exit() -> None:
+    # Functions of atexit run in reverse order. Models may be finalized, and sessions closed, by an earlier one.
+    atexit.register(_report_uncaught)
 
 
 class Session:
@@ -209,6 +231,8 @@ class Session:
         )
         peers = Peers(self.comm.store, f"lightning_sparse_{name}", everyone.rank, everyone.ranks, part=self.comm.ranks)
         self.comm.use(self._open_group(peers, timeout), peers)
+        _sessions.add(self)
+        _report_at_exit()
 
     def _open_group(self, peers: Peers, timeout: timedelta) -> dist.ProcessGroup:
         """Make the session's process group; RankFailure if another rank has ended, or cannot make it."""
@@ -368,10 +392,17 @@ class Session:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             self.free_device()
         # Destroying the default process group has destroyed all other groups, too.
-        if is_open(group):
-            # An error of an aborted group must not hide the first error.
-            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+        if not is_open(group):
+            return
+        # An error of an aborted group must not hide the first error.
+        with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+            if not self.over_nccl:
                 dist.destroy_process_group(group)
+                return
+            # NCCL may wait here until all ranks of the node do the same. They may do it later, or never.
+            left = in_thread(partial(dist.destroy_process_group, group), "lightning_sparse leaving")
+            for ended in wait([left], JOIN_SECONDS).done:
+                ended.result()
 
     def finish(self, *, failed: bool) -> None:
         """Wait for the device and leave the process group; log the error of the last step, if there was one.
@@ -380,7 +411,7 @@ class Session:
             failed: whether an exchange is unfinished. If not, and if training has not failed, this rank waits for the
                 device, until a rank has failed or has ended with fewer exchanges.
         """
-        failed = failed or self.error is not None or self._done is _launching  # an interrupted launch
+        failed = failed or self.error is not None or isinstance(self._done, _Launching)  # an interrupted one
         found = None
         if not failed:
             try:
@@ -400,7 +431,7 @@ class Session:
         if self.error is not None:
             raise self.error
         if self.over_nccl:
-            self._done = _launching
+            self._done = _Launching()
 
     def launched(self, stream: torch.cuda.Stream | None = None) -> None:
         """Note that the collectives have been launched in a stream; None is the current one."""
@@ -424,6 +455,7 @@ class Session:
         self.comm.respond()
         done = self._done
         if self.error is not None:
+            self._free_unless_launching()
             return
         try:
             # A query of an event invalidates a CUDA graph that another thread captures. So stop when our work is done.
@@ -436,8 +468,20 @@ class Session:
         except Exception as error:
             # The training thread may wait for the failed rank, for the device or in a collective of the model. It
             # raises this error later.
-            self.abort(error)
+            self.end_by(error)
             log.error(error_message(error, self.comm, self.reducer.step))
+            self._free_unless_launching()
+
+    def _free_unless_launching(self) -> None:
+        """Free the device, unless another thread has just begun to launch: NCCL would then use a freed communicator.
+
+        If the launch has not ended at the next call, it waits for the failed rank.
+        """
+        done = self._done
+        if isinstance(done, _Launching) and done is not self._seen_done:
+            self._seen_done = done
+        else:
+            self.free_device()
 
     def end_by(self, error: BaseException) -> None:
         """Record the error that has ended training, and report it to the other ranks."""
@@ -456,11 +500,16 @@ class Session:
 
     def free_device(self) -> None:
         """Abort collectives that wait on the device for missing ranks; those of NCCL would wait for the timeout."""
-        if not self._freed and self.over_nccl:
-            self._freed = True
-            for group in (self.comm.group, *self._groups()):
-                with contextlib.suppress(Exception):
-                    group.abort()
+        if self._freed or not self.over_nccl:
+            return
+        self._freed = True
+        _abort([self.comm.group, *self._groups()])
+        deadline = time.monotonic() + STUCK_SECONDS
+        while not _is_idle(self.device):
+            if time.monotonic() > deadline:  # a collective of DDP or of the user waits
+                _abort({self.comm.first, *filter(None, [dist.group.WORLD])})
+                return
+            time.sleep(0.02)
 
 
 def check_device(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -474,9 +523,24 @@ def check_device(group: dist.ProcessGroup, device: torch.device) -> None:
         ) from error
 
 
+def _abort(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort the collectives of groups, all at once: each abort may wait until the device has ended all of them."""
+    wait([in_thread(group.abort, "lightning_sparse aborting") for group in groups], JOIN_SECONDS)
+
+
+def _is_idle(device: torch.device) -> bool:
+    """Return whether a device has done all work of its default stream, or can do none any more."""
+    with contextlib.suppress(Exception):  # CUDA may be broken
+        return torch.cuda.default_stream(device).query()
+    return True
+
+
 def _nothing_to_wait_for() -> bool:
     return True
 
 
-def _launching() -> bool:
-    return False
+class _Launching:
+    """Stands for collectives that a thread is launching: the device has not ended them."""
+
+    def __call__(self) -> bool:
+        return False

@@ -201,6 +201,51 @@ def test_where_backward_has_collectives_ours_come_after_them():
         assert same(mine[0], theirs[0])
 
 
+def together_over_nccl(rank: int) -> tuple[list[str], bool]:
+    """Train two models in one backward pass as over NCCL, and then one of them alone."""
+    Session.over_nccl = property(lambda session: True)
+    Session.launching = Session.launched = lambda *_: None
+    models = [DistributedDataParallel(nn.Linear(30, 30)) for _ in range(2)]
+    exchangers, calls = [exchange_gradients(each, method("topk")) for each in models], list[str]()
+    enqueue, submit = GradientExchanger.enqueue, GradientExchanger._submit
+
+    def noted(call: Any, name: str) -> Any:
+        return lambda self, bucket: (calls.append(name), call(self, bucket))[1]
+
+    GradientExchanger.enqueue, GradientExchanger._submit = noted(enqueue, "arrives"), noted(submit, "goes")
+    both = models[0](torch.ones(1, 30)) + models[1](torch.ones(1, 30))
+    both.sum().backward()
+    exchangers[1].close()
+    calls.append("alone")
+    models[0](torch.ones(1, 30)).sum().backward()
+    return calls, exchangers[0].reductions == 2
+
+
+def test_gradients_of_two_models_are_exchanged_one_after_the_other():
+    """Two threads would launch on two communicators in any order."""
+    for calls, reduced in run_ranks(2, together_over_nccl):
+        assert calls == ["arrives", "arrives", "goes", "goes", "alone", "arrives", "goes"]
+        assert reduced
+
+
+def before_backward(rank: int) -> str:
+    """Rank 1 fails before the first backward pass, over NCCL."""
+    Session.over_nccl = property(lambda session: True)
+    Session.free_device = lambda session: None
+    ddp = DistributedDataParallel(nn.Linear(30, 30))
+    exchanger = exchange_gradients(ddp, method("topk"))
+    if rank == 1:
+        exchanger.fail(ValueError("a broken image"))
+    deadline = time.monotonic() + 20
+    while exchanger._session.error is None and time.monotonic() < deadline and rank == 0:
+        time.sleep(0.05)
+    return str(exchanger._session.error)
+
+
+def test_a_failure_before_the_first_backward_pass_is_seen():
+    assert "a broken image" in run_ranks(2, before_backward)[0]
+
+
 class Stream:
     """Stands in for the thread's stream, and for its event: busy for some queries, then done."""
 

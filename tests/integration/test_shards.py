@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_pending, method
+from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_pending, method, shards
 from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import Session
@@ -626,30 +627,64 @@ def test_a_model_is_attached_anew_and_leaves_nothing_open():
         assert first == second == ((groups + 1, ["lightning_sparse"]), True)
 
 
-def aborts(rank: int) -> tuple[list[list[int]], list[list[int]]]:
+def aborts(rank: int) -> tuple[list[list[int]], list[list[int]], bool]:
     """Attach with NCCL imitated, and free the device while a forward pass has gathered the weights.
 
+    An abort waits until the device has ended the collectives of all groups, so all aborts have to begin.
+
     Returns:
-        The ranks of the groups that are aborted, and the ranks of the groups that should be.
+        The ranks of the groups that are aborted, those of the groups that should be, and whether an abort waited alone.
     """
-    mesh, aborted = mesh_of(), []
+    mesh, aborted, begun = mesh_of(), [], threading.Barrier(2, timeout=5)
     model = shard(net(), mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     groups = [mesh[name].get_group() for name in ("replicate", "shard")]
     exchange = UpdateExchanger(model, [optimizer], method("topk", density=0.25), group=groups[0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Session, "over_nccl", property(lambda self: True))
-        patched.setattr(dist.ProcessGroup, "abort", lambda group: aborted.append(dist.get_process_group_ranks(group)))
+
+        def abort(group: dist.ProcessGroup) -> None:
+            aborted.append(dist.get_process_group_ranks(group))
+            begun.wait()
+
+        patched.setattr(dist.ProcessGroup, "abort", abort)
         model(torch.ones(1, 8))
         exchange._session.free_device()
         exchange._session.free_device()
-    return sorted(aborted), sorted(dist.get_process_group_ranks(group) for group in groups)
+    return sorted(aborted), sorted(dist.get_process_group_ranks(group) for group in groups), begun.broken
 
 
 @full
-def test_a_failure_aborts_also_the_groups_of_fsdp2():
-    for aborted, expected in run_ranks(4, aborts):
+def test_a_failure_aborts_also_the_groups_of_fsdp2_and_all_at_once():
+    for aborted, expected, alone in run_ranks(4, aborts):
         assert aborted == expected
+        assert not alone
+
+
+class Sharded:
+    """Stands in for a module of FSDP2."""
+
+    def set_all_reduce_hook(self, hook: Any) -> None:
+        self.hook = hook
+
+
+def test_the_present_stream_may_use_a_gradient_that_fsdp2_frees(monkeypatch):
+    """FSDP2 calls its hook in another stream than that which has allocated the gradient."""
+    used: list[Any] = []
+    gradient: Any = SimpleNamespace(is_cuda=True, device="cuda", nbytes=8, record_stream=used.append, div_=used.append)
+    module = Sharded()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the present one of {device}")
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: used.append("all-reduce"))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(shards, "_of_fsdp", lambda kind, model: [module])
+    monkeypatch.setattr(shards, "check_averages", lambda *_: None)
+    monkeypatch.setattr(shards, "_not_averaged", lambda model: {})
+    shards.average_gradients(nn.Linear(1, 1), "group")
+    module.hook(gradient)
+    assert used == ["the present one of cuda", "all-reduce", 2]
+    shards.keep_gradients(nn.Linear(1, 1))
+    module.hook(gradient)
+    assert used[3:] == ["the present one of cuda"]
 
 
 def failing(rank: int, event: str, folder: Path) -> None:
