@@ -2,13 +2,13 @@
 
 TRAINED = {
     "adamw": {"topk": 8, "gaussiank": 2, "int4": 4, "int8": 2},
-    "sgd": {"topk": 2, "gaussiank": 2, "int4": 2, "int8": 2},
+    "sgd": {"int4": 2, "int8": 2},
 }
 """Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
 
 The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
-(`language.csv`, `comparison_gpt_adamw.csv`). With SGD the same holds for quantizers (`comparison_gpt_sgd.csv`), and
-sparse methods lost at most one point of accuracy (`convergence.csv`). No other method is recommended.
+(`language.csv`, `comparison_gpt_adamw.csv`). With SGD the same holds for quantizers (`comparison_gpt_sgd.csv`). Sparse
+gradients ended higher there. No other method is recommended.
 """
 DELAYED = 4
 """The same for TopK updates with AdamW and overlap="next_step" (`language.csv`)."""

@@ -43,7 +43,6 @@ from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
-from lightning_sparse.hooks.update_exchange import inner_of, scales_gradient
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.shards import parameters_of
@@ -349,14 +348,10 @@ class AutoDDP(AutoStrategy):
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
         compresses_gradients = not (is_sparse or trainer.gradient_clip_val or self.scaler is not None)
-        # Other optimizers, such as Lion, train badly with gradients that arrive seldom.
-        suits_sparse = all(scales_gradient(inner_of(each)) for each in self.optimizers)
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
             found |= self._updates(base, trainer, ranks)
-        elif compresses_gradients and trained[TOPK] >= ranks and suits_sparse:
-            found[TOPK] = base
         for name in ("int8", "int4") if compresses_gradients else ():
             if trained[name] >= ranks:
                 found[name] = StrategyOptions(name, None, {}, base.reducer)
