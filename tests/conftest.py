@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 from collections import Counter, defaultdict
+from pathlib import Path
 
 # Set before torch is imported. Use one thread, because a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,7 +33,18 @@ torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 
 
 # Of the full tier, `make test-all` runs the first case of a test without quick cases, and one of others in this number.
+# Each commit has another sample, so that all cases run in the course of time.
 ONE_IN = 27
+
+
+def _commit():
+    """Return the number of the commit, modulo `ONE_IN`; 0 without git or outside of a repository."""
+    here = Path(__file__).parent
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(git.stdout, 16) % ONE_IN
 
 
 def pytest_collection_modifyitems(items):
@@ -43,11 +56,11 @@ def pytest_collection_modifyitems(items):
         if mark and not item.get_closest_marker("full") and sum(_place(item, places)) % mark.args[0]:
             item.add_marker("full")
     quick = {_test(item) for item in items if not item.get_closest_marker("full")}
-    seen = Counter()
+    seen, sampled = Counter(), _commit()
     for item in items:
         if item.get_closest_marker("full"):
-            counted = item.path if _test(item) in quick else _test(item)
-            if seen[counted] % ONE_IN:
+            counted, place = (item.path, sampled) if _test(item) in quick else (_test(item), 0)
+            if seen[counted] % ONE_IN != place:
                 item.add_marker("exhaustive")
             seen[counted] += 1
 
