@@ -28,9 +28,11 @@ test-exhaustive: .venv/installed
 	$(PYTEST)
 
 # With .venv or your Python, if one of them has PyTorch and Lightning. Otherwise in an environment with them and nothing else.
+# The C loops are built first, if there are a compiler and setuptools.
 demo:
 	@for python in $(BIN)/python $(PYTHON); do \
 		if $$python -c "import lightning_sparse, pytorch_lightning, tensorboard" 2> /dev/null; then \
+			$$python setup.py -q build_ext --inplace > /dev/null 2>&1; \
 			exec $$python examples/demo.py; \
 		fi; \
 	done; \
