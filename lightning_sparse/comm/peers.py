@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -93,14 +94,21 @@ class Peers:
                 made, reason = self._store.get(self._done).decode().split(" ", 1)
                 if int(made) < calls:
                     raise RankFailure(reason)
-            if self._store.check([self._pause]):
-                pauses, made, reason = self._store.get(self._pause).decode().split(" ", 2)
-                if int(pauses) > self._pauses and int(made) < calls:
-                    raise RankFailure(reason)
+            pause_at, reason = self._pause_of_another()
+            if pause_at < calls:
+                raise RankFailure(reason)
         except dist.DistError as error:
             raise RankFailure(lost_store(self.ranks[self.rank], error)) from error
         except StoreTimeout:
             return  # the collective itself will time out
+
+    def _pause_of_another(self) -> tuple[float, str]:
+        """Return the number of calls before another rank's pause that this rank has not reached, and its reason."""
+        if self._store.check([self._pause]):
+            pauses, made, reason = self._store.get(self._pause).decode().split(" ", 2)
+            if int(pauses) > self._pauses:
+                return int(made), reason
+        return math.inf, ""
 
     def reported(self) -> str:
         """Return the reason that a failed rank has recorded; "" if there is none, or if the store is gone."""
@@ -122,6 +130,7 @@ class Peers:
             if self._store.check([self.terminating]):
                 return str(self._store.get(self.terminating).decode())
             silent, running = self._poll_peers()
+            _, pause = self._pause_of_another()
         except RankFailure as failure:
             return str(failure)
         except dist.DistError:
@@ -145,6 +154,8 @@ class Peers:
                 f"Still running, but not taking part: {rank_list(absent)}. It hangs, or needs longer than the timeout; "
                 f"or ranks have different numbers of batches, or save checkpoints at different steps."
             )
+        if found := pause or self.reported():  # this rank may wait in a collective of DDP, before the exchange
+            return found
         return (
             "All ranks have this error: look for an interruption of the network, or for ranks that wait for each other "
             "in different places, such as one that resumes and one that does not."

@@ -92,9 +92,12 @@ class ProcessGroupComm(Comm):
         """Record that this rank makes no further calls. Peers that wait for it will fail."""
         self.peers.mark_done(self._calls, reason)
 
-    def outside(self, reason: str) -> ProcessGroupComm:
-        """Return a connection over the group of `__init__`. Peers that use this one before they call this will fail."""
+    def mark_pause(self, reason: str) -> None:
+        """Record that this rank waits until all ranks have called this. Peers that make calls before will fail."""
         self.peers.mark_pause(self._calls, reason)
+
+    def outside(self) -> ProcessGroupComm:
+        """Return a connection over the group of `__init__`."""
         outside = ProcessGroupComm(self.first, self.store)
         outside.use(self.first, self.peers)
         return outside

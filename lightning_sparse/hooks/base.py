@@ -45,6 +45,10 @@ class Exchanger(abc.ABC):
         """Return whether exchanged gradients wait for a step of these optimizers. Only rank 0 knows."""
         return False
 
+    def pause(self) -> None:
+        """Tell the other ranks that this one waits for them outside of a step. A rank that continues gets an error."""
+        self._session.pause()
+
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this rank."""
         self._session.fail(error)

@@ -360,15 +360,17 @@ class Session:
             f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
         )
 
-    def outside(self) -> ProcessGroupComm:
-        """Return a connection to the same ranks for a collective that does not follow each rank's number of steps.
-
-        If another rank continues with its steps, both get an error.
-        """
-        return self.comm.outside(
+    def pause(self) -> None:
+        """Tell the other ranks that this one waits for them outside of a step. A rank that continues gets an error."""
+        self.comm.mark_pause(
             f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
             f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches."
         )
+
+    def outside(self) -> ProcessGroupComm:
+        """Pause; return a connection to the same ranks for a collective that does not follow their numbers of steps."""
+        self.pause()
+        return self.comm.outside()
 
     @property
     def is_closed(self) -> bool:

@@ -106,6 +106,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         if self.may_be_alone or (self.exchanger is not None and not exchange.drain()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
             return
+        self.pause()
 
         def finish(entry: dict[str, Any]) -> None:
             checkpoint[sidecars.KEY] = entry

@@ -103,6 +103,8 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options=storage_options)
         # Training does not resume from a checkpoint of weights alone.
         parts = self._parts(filepath) if "optimizer_states" in checkpoint else []
+        if parts:
+            self.pause()
         self._checkpoints.save(parts, enter, filepath, write, super().remove_checkpoint)
 
     def _parts(self, filepath: Any) -> list[Part]:

@@ -116,9 +116,22 @@ class TrainerCalls:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         return self._training.step(optimizer, closure, step)
 
+    def pause(self) -> None:
+        """Note that all ranks meet outside of a step. If one has more batches, it gets an error in its next step."""
+        if self.exchanger is not None and not self.may_be_alone:
+            self.exchanger.pause()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._training.exchange_pending()
+        self.pause()
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        if (module := self.lightning_module) is not None and module.trainer.training:
+            batches = module.trainer.fit_loop.epoch_loop.batch_progress
+            if batches.is_last_batch and batches.current.ready == batches.current.completed:  # the mean of an epoch
+                self.pause()
+        return super().reduce(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._shutdown is not None:

@@ -659,6 +659,54 @@ def test_a_rank_with_fewer_batches_is_named_though_there_are_buffers(overlap):
     assert seconds < SOON
 
 
+class Meets(Net):
+    """Ranks meet at the end of an epoch, in a validation or for the mean of a metric."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.options["lr"] == 0.01:
+            self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validated", super().training_step(batch, index), sync_dist=True)
+
+
+@pytest.mark.parametrize("exchange", [*in_full("gradient"), "update"])
+@pytest.mark.parametrize("where", ["validation", *in_full("metric", "checkpoint")])
+def test_ranks_that_meet_with_other_numbers_of_batches_do_not_wait(where, exchange, tmp_path):
+    """Rank 0 waits in a collective of Lightning, and rank 1 in a step, perhaps in DDP's broadcast of buffers."""
+
+    def run(rank: int) -> tuple[str, str, float]:
+        options: dict[str, Any] = {"limit_val_batches": 1 if where == "validation" else 0, "num_sanity_val_steps": 1}
+        if where == "checkpoint":
+            options["callbacks"] = [pl.callbacks.ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)]
+        net = Meets(ADAMW, lr=0.01 if where == "metric" else 0.02)
+        fit = trainer(sparse(exchange=exchange), 2, max_epochs=2, **options).fit
+        return caught(lambda: fit(net, Loader(rank, 2, 8 if rank else 4), Loader(rank, 2, 1)))
+
+    # Rank 0's collective ends by the timeout here, because the process of rank 1 lives on.
+    first, second = lightning_ranks(2, run, timeout=4)
+    for _, text, _ in (first, second) if exchange == "update" else (second,):
+        assert "Rank 0 pauses after 4 steps, for a validation, a checkpoint or the end, while other ranks go on" in text
+    if exchange == "update":
+        assert second[0] == "RankFailure"
+        assert second[2] < first[2]
+
+
+@pytest.mark.parametrize("exchange", [*in_full("gradient"), "update"])
+def test_ranks_that_meet_with_equal_numbers_of_batches_go_on(exchange, tmp_path):
+    def run(rank: int) -> Tensor:
+        callbacks = [pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)]
+        net = Meets(ADAMW, lr=0.01)
+        options = {"max_epochs": 3, "val_check_interval": 2, "limit_val_batches": 1, "callbacks": callbacks}
+        trainer(sparse(exchange=exchange), 2, **options).fit(net, Loader(rank, 2, 6), Loader(rank, 2, 1))
+        return net.weights
+
+    first, second = lightning_ranks(2, run)
+    assert torch.equal(first, second)
+
+
 class FailsInBackward(Net):
     """Rank 1 fails in its fourth backward pass, when a gradient has come already."""
 
