@@ -22,7 +22,6 @@ ignores the checksums of its zip files, so it would not detect a flipped bit.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import zlib
@@ -76,15 +75,13 @@ def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]
     fs.makedirs(root, exist_ok=True)
     path = f"{root}/{name(tag, state['rank'], state['size'])}"
     content = {"version": VERSION, "tag": tag, "state": dict(state)}
-    buffer = io.BytesIO()
-    torch.save({**content, "checksum": checksum(content)}, buffer)
     # In a file system with a native rename, the complete file gets its final name at the end. A killed process leaves
     # a "*.part" file, which `prune` removes. Object stores have no rename and show complete files only. For them fsspec
     # would copy the file, and would treat `[`, `*` and `?` in the path as a pattern.
     part = path if type(fs).mv is AbstractFileSystem.mv else f"{path}.part"
     try:
         with fs.open(part, "wb") as file:
-            file.write(buffer.getbuffer())
+            torch.save({**content, "checksum": checksum(content)}, file)
         if part != path:
             fs.mv(part, path)
     except BaseException:

@@ -61,7 +61,7 @@ class Segment:
         return next(name for name, stop in zip(self.names, self.bounds[1:], strict=True) if index < stop)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     """Cut a segment into consecutive regions like `tensor_split`: their lengths differ by at most one.
 
@@ -82,7 +82,7 @@ def cut(segment: Segment, count: int) -> tuple[Segment, ...]:
     return tuple(regions)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def joined(segments: tuple[Segment, ...]) -> Segment:
     """Join several segments into one, with the index and the start of the first."""
     names, shapes = ([each for segment in segments for each in getattr(segment, x)] for x in ("names", "shapes"))

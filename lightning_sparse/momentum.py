@@ -79,6 +79,7 @@ class SegmentMoments:
         device: the device of the parameters.
         skipped: an fp32 scalar on the device: 1 if a gradient scaler made the optimizer skip the step, else 0. None if
             the optimizer took the step.
+        dtype: the dtype of the weights.
     """
 
     settled = 50
@@ -92,8 +93,10 @@ class SegmentMoments:
         states: Sequence[State],
         device: torch.device,
         skipped: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._segment, self._kind, self._groups, self._states, self._device = segment, kind, groups, states, device
+        self._dtype = dtype
         self._skipped = None if skipped is None else skipped.reshape(())
         self._first: list[Tensor | None] = [state.get(kind.first) for state in states]
         if kind.is_guessed:
@@ -124,7 +127,7 @@ class SegmentMoments:
         def rows(group: State, find_steps: Callable[[], Tensor]) -> tuple[Any, ...]:
             (beta, beta_of_second), steps = group["betas"], find_steps()
             corrections = _correction(beta, steps), _correction(beta_of_second, steps)
-            return *corrections, (1 - beta) / (1 + beta), _decay(group), steps
+            return *corrections, (1 - beta) / (1 + beta), _decay(group, self._dtype), steps
 
         pairs = zip(self._states, self._first, strict=True)
         second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
@@ -159,7 +162,7 @@ class SegmentMoments:
             def rows(group: State, find_steps: Callable[[], Tensor]) -> Sequence[Any]:
                 beta = self._kind.beta(group)
                 unspent = beta / (1 - beta)
-                return unspent, -unspent * (_decay(group) if before_last is None else 1.0)
+                return unspent, -unspent * (_decay(group, self._dtype) if before_last is None else 1.0)
 
         coefficients = self._per_parameter(rows, without=(0.0, 0.0))
         if self._skipped is not None:
@@ -231,12 +234,21 @@ def last_step_references(
         before_last: the weights before the last local step, one per parameter.
         groups: the parameter group of each parameter, with the settings of the last step.
     """
-    return [w.float() - (1 - _decay(g)) * x.float() for w, x, g in zip(weights, before_last, groups, strict=True)]
+    each = zip(weights, before_last, groups, strict=True)
+    return [w.float() - (1 - _decay(group, x.dtype)) * x.float() for w, x, group in each]
 
 
-def _decay(group: State) -> Any:
-    """Return the share of the weights that decoupled weight decay subtracts in each step."""
-    return group["lr"] * group["weight_decay"] if _decays(group) else 0.0
+def _decay(group: State, dtype: torch.dtype) -> Any:
+    """Return the share of the weights that decoupled weight decay subtracts in each step.
+
+    Optimizers of torch decay the weights before the step. In 16 bits such a small change is lost by rounding, unless a
+    fused kernel rounds once for decay and step.
+    """
+    decay = group["lr"] * group["weight_decay"] if _decays(group) else 0.0
+    if dtype.itemsize > 2 or group.get("fused"):
+        return decay
+    least = torch.finfo(dtype).eps / 8  # eps / 4 changes no weight
+    return torch.where(decay < least, 0.0, decay) if isinstance(decay, Tensor) else decay * (decay >= least)
 
 
 def _decays(group: State) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class Routing:
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
         self._method, self._comm, self._segments = method, comm, layout.segments
-        self._settings = repr((method, layout.digest, dtypes))
+        self._settings = hashlib.sha256(repr((method, layout.digest, dtypes)).encode()).hexdigest()  # short
         self.others = 0
         self._logged: set[float | None] = set()
         self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange

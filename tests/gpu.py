@@ -125,9 +125,11 @@ def beside_products(rows: Rows) -> str:
     return OPEN
 
 
-def topk_adds_little(rows: Rows) -> str:
-    """Say whether `topk` adds at most its limit to a step of GPT-2 small in bf16-mixed."""
-    return within(row for row in rows if (row["precision"], row["contestant"]) == ("bf16-mixed", "topk"))
+def adds_little(contestant: str) -> Judge:
+    """Return a judge of whether a contestant adds at most its limit to a step of GPT-2 small in bf16-mixed."""
+    return lambda rows: within(
+        row for row in rows if (row["precision"], row["contestant"]) == ("bf16-mixed", contestant)
+    )
 
 
 def trains_as_dense(rows: Rows) -> str:
@@ -198,7 +200,11 @@ SELECTION = {
     ),
     "there it is 3, 4, 4 times as fast as with torch.topk": for_all_lengths(faster),
 }
-GPT = {"topk adds at most 1.6 floors and 1 ms to a step of GPT-2 small, bf16-mixed": topk_adds_little}
+GPT = {
+    "topk adds at most 1.6 floors and 1 ms to a step of GPT-2 small, bf16-mixed": adds_little("topk"),
+    "and so do updates after the step": adds_little("topk updates"),
+    "and updates within backward": adds_little("topk updates within backward"),
+}
 SANITIZER = "compute-sanitizer --error-exitcode 1 --tool"
 MEMCHECK = f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} memcheck {{python}} -m tests.run_kernels"
 # `first` and `second`, or `second` and `third`, fill fifteen minutes of a lent GPU, with the machine's start.

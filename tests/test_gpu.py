@@ -236,12 +236,14 @@ def test_what_a_segment_may_take():
     assert gpu.beside_products([]) == gpu.OPEN
 
 
-def test_only_topk_in_bf16_mixed_decides_about_gpt():
+def test_the_row_of_a_contestant_in_bf16_mixed_decides_about_gpt():
     row = {"precision": "bf16-mixed", "contestant": "topk", "within": "True"}
     others = [{**row, "contestant": "topk updates", "within": "False"}, {**row, "precision": "bf16-true", "within": ""}]
-    assert gpu.topk_adds_little([row, *others]) == gpu.HOLDS
-    assert gpu.topk_adds_little([{**row, "within": "False"}]) == gpu.BROKEN
-    assert gpu.topk_adds_little(others) == gpu.OPEN
+    judge = gpu.adds_little("topk")
+    assert judge([row, *others]) == gpu.HOLDS
+    assert judge([{**row, "within": "False"}]) == gpu.BROKEN
+    assert judge(others) == gpu.OPEN
+    assert gpu.adds_little("topk updates")([row, *others]) == gpu.BROKEN
 
 
 def test_tests_are_counted_as_far_as_they_came():

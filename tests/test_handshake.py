@@ -1,6 +1,7 @@
 """The comparison of settings, with threads as ranks, and its number of store calls."""
 
 import json
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -71,6 +72,22 @@ def shake(settings, *, late=0.0, seconds=20, store=None, attempt=0):
     for thread in threads:
         thread.join()
     return outcomes, clients
+
+
+class ShortStore(CountingStore):
+    """Refuses long values, as torch's store does from 8 MiB."""
+
+    def set(self, key, value):
+        assert len(value) < len(json.dumps({"model": MODEL * 20})) // 4
+        super().set(key, value)
+
+
+def test_settings_of_very_many_parameters_are_compressed(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "CountingStore", ShortStore)
+    settings = {"model": MODEL * 20}
+    outcomes, _ = shake([settings, settings, {"model": [*MODEL * 20, "more"]}])
+    text = "Ranks differ in model: rank 0 has no more, rank 2 has more"
+    assert all(isinstance(outcome, RankFailure) and text in str(outcome) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, *in_full(64)])

@@ -62,6 +62,7 @@ ALLOWED = {
         "comm",
         "gradients",
         "kernels",
+        "memory",
         "methods",
         "options",
         "reducer",

@@ -203,6 +203,41 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "decays"),
+    [
+        (torch.float32, {}, True),
+        (torch.bfloat16, {}, False),
+        (torch.bfloat16, {"foreach": True}, False),
+        (torch.bfloat16, {"capturable": True, "lr": torch.tensor(1e-3)}, False),
+        (torch.bfloat16, {"fused": True}, True),
+        (torch.bfloat16, {"weight_decay": 10.0}, True),
+    ],
+    ids=str,
+)
+def test_weight_decay_that_rounding_undoes_is_not_compensated(dtype, options, decays):
+    """An AdamW of torch that is not fused decays 16-bit weights before the step, and the rounding undoes it.
+
+    A compensation would then increase the weights in each step.
+    """
+    weight = torch.nn.Parameter(torch.linspace(0.5, 2, 64).to(dtype))
+    before, weight.grad = weight.detach().clone(), torch.zeros_like(weight)
+    capturable = options.get("capturable", False)
+    optimizer = torch.optim.AdamW([weight], **{"lr": 1e-3, "weight_decay": 0.1, **options, "capturable": False})
+    optimizer.step()
+    if not options.get("fused"):
+        assert torch.equal(before, weight) == (not decays)
+    state, group = optimizer.state[weight], {**optimizer.param_groups[0], "capturable": capturable}
+    state |= {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.ones_like(weight)}
+    segment = Layout.of({"weight": (64,)}).segments[0]
+    moments = SegmentMoments(segment, moments_of(optimizer), [group], [state], before.device, dtype=dtype)
+    moments.settled = 1
+    factors, decay = moments.rescaling(64)
+    assert factors.item() > 1
+    assert (decay.item() != 0) == decays
+    assert (moments.payout([before]).coefficients[1].item() != 0) == decays
+
+
 def exchanged_once(
     comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule
 ) -> DeltaExchange:

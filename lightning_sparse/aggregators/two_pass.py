@@ -142,7 +142,7 @@ def _decode(
     return list(update.split([region.segment.numel for region in regions]))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def _part_shapes(
     compressor: Compressor, segment: Segment, density: float | None, device: torch.device
 ) -> tuple[tuple[int, torch.dtype], ...]:
@@ -157,7 +157,7 @@ def _payload_like(compressor: Compressor, segment: Segment, density: float | Non
     return tuple(torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in shapes)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def _most_bytes(compressor: Compressor, segment: Segment, density: float | None, size: int) -> int:
     return max(compressor.nbytes(region, density) for region in cut(segment, size))
 

@@ -20,6 +20,7 @@ nonce cannot be stale, and neither can a verdict that contains the rank's nonce.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -27,6 +28,7 @@ import logging
 import re
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -44,6 +46,9 @@ WARN_AFTER_SECONDS = 5.0
 """Seconds after which a warning names a rank that has not attached. DDP's constructor has just synchronised all."""
 STALE_AFTER_SECONDS = 2.0
 """Seconds that an error entry must remain unchanged before it is trusted. A stale entry is overwritten sooner."""
+LONG, PACKED = 1 << 16, "zlib:"
+"""Length from which values are compressed, and the start of compressed ones. torch's store takes 8 MiB at most, and the
+settings of a model with 50,000 parameters are longer."""
 
 
 EACH_PART = (
@@ -280,10 +285,15 @@ class Handshake:
     def _get(self, key: str) -> str:
         """Return the value of a key; "" if it is not set."""
         key = f"{self._prefix}/{key}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        value = self._store.get(key).decode() if self._store.check([key]) else ""
+        packed = value.removeprefix(PACKED)
+        return value if packed == value else zlib.decompress(base64.b64decode(packed)).decode()
 
     def _set(self, key: str, value: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", _encodable(value))
+        value = _encodable(value)
+        if len(value) > LONG:
+            value = PACKED + base64.b64encode(zlib.compress(value.encode())).decode()
+        self._store.set(f"{self._prefix}/{key}", value)
 
     def _wait(self, key: str) -> bool:
         """Wait for a key, at most for POLL, and return whether it is set."""

@@ -70,7 +70,7 @@ class Blocks(Compressor):
         return self.block * self.bits // 8
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def _places(segment: Segment) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
     """Return starts and stops of non-empty parameters with two or more dimensions, and those of all with fewer."""
     bounds = list(zip(segment.shapes, pairwise(segment.bounds), strict=True))

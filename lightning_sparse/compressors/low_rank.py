@@ -152,7 +152,7 @@ class _Parts(NamedTuple):
         return [x.view(self.rank, -1) for x in flat.split([self.rank * columns for *_, columns in self.matrices])]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def _parts(segment: Segment, rank: int) -> _Parts:
     matrices, exact = [], []
     for shape, (start, stop) in zip(segment.shapes, pairwise(segment.bounds), strict=True):

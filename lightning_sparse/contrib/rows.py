@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     length: int
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # no limit: segments are used in turn, so a smaller cache would never hit
 def rows_of(segment: Segment, *, whole: bool = False) -> tuple[Rows, ...]:
     """Return the rows of each parameter that has elements; if `whole`, each parameter is one row."""
     found, first = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,22 @@ from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.ddp import reduced_parameters
 from lightning_sparse.hooks.session import Session
+from lightning_sparse.memory import NoMemory
 from lightning_sparse.methods import method
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.shards import average_gradients, groups_of, local
 from lightning_sparse.updates.parameters import described
+
+
+@dataclass(frozen=True)
+class _Unused(NoMemory):
+    """Memory of a reducer that gets no gradients."""
+
+    state = ()
+
+
+COUNTING = replace(method("dense"), memory=_Unused())
+"""Only counts bytes."""
 
 
 class StockExchanger(Exchanger):
@@ -48,7 +61,7 @@ class StockExchanger(Exchanger):
             name: x if x.dtype in REDUCIBLE else torch.empty((), device=device).expand(x.nbytes // 4)
             for name, x in params.items()
         }
-        self._session = Session(lambda: counted, method("dense"), options, device=device, **session)
+        self._session = Session(lambda: counted, COUNTING, options, device=device, **session)
         self._responder = Worker(look=self._session.look)
         self._responder.start()
 

@@ -223,7 +223,8 @@ class UpdateExchanger(Exchanger):
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # later hooks see equal weights
         ]
         wrap("step", self._scaled_step)
-        others = {name: param for name, param in model.named_parameters() if not self.updates.has(param)}
+        ids = self.updates.ids
+        others = {name: param for name, param in model.named_parameters() if id(param) not in ids}
         untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
@@ -477,7 +478,8 @@ class UpdateExchanger(Exchanger):
         model = self._unattached.model
         if model is None:
             return
-        others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and self.updates.has(x))]
+        ids = self.updates.ids
+        others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and id(x) in ids)]
         others += [local(x).detach() for x in self._buffers().values()]
         if others:
             self._during(lambda: broadcast_differing(self._session.outside(), others, self._session.device))

@@ -122,9 +122,14 @@ class DeltaExchange:
         """Whether the next `exchange` may capture CUDA graphs, so that the host needs less time for later ones."""
         return self._reducer.captures.are_due and not self._reducer.observers
 
+    @property
+    def ids(self) -> set[int]:
+        """The ids of the exchanged parameters."""
+        return {*map(id, self.parameters.values())}
+
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is exchanged."""
-        return any(param is each for each in self.parameters.values())
+        return id(param) in self.ids
 
     def of(self, optimizer: Optimizer) -> list[UpdateSegment]:
         """Return the segments of an optimizer."""

@@ -101,9 +101,8 @@ def others_settings(
 ) -> Mapping[str, list[str]]:
     """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
     params, optimizer_of, _ = exchanged_parameters(model, optimizers)
-    rest: dict[str, Tensor] = {
-        name: param for name, param in model.named_parameters() if id(param) not in {*map(id, params.values())}
-    }
+    ours = {*map(id, params.values())}
+    rest: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if id(param) not in ours}
     rest.update(buffers)
     return {
         "optimizers": [

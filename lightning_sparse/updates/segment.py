@@ -272,7 +272,7 @@ class UpdateSegment:
         states = [{key: local(x) for key, x in state.items()} for state in states]
         ours = [groups[id(param)] for param in params.values()]
         skipped = None if step is None or step.skipped is None else local(step.skipped)
-        return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped)
+        return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped, self._flat.dtype)
 
     @property
     def _clears(self) -> bool:
