@@ -56,7 +56,7 @@ class NoMemory(Memory):
     """Discards the entries that were not sent."""
 
     error_feedback = depends_on_step = False
-    state: tuple[StateSpec, ...] = (StateSpec("u", per="scratch"),)
+    state = (StateSpec("u", per="scratch"),)
 
     def compensate(self, grads: list[Tensor], ctx: Context) -> Tensor:
         u = ctx.state["u"]

@@ -31,7 +31,7 @@ from lightning_sparse.updates.parameters import described
 class _Unused(NoMemory):
     """Memory of a reducer that gets no gradients."""
 
-    state = ()
+    state = ()  # type: ignore[assignment]
 
 
 COUNTING = replace(method("dense"), memory=_Unused())
