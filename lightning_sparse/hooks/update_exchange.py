@@ -180,6 +180,7 @@ class UpdateExchanger(Exchanger):
         def parameters() -> Mapping[str, Tensor]:
             reshard(model)
             check_group(model, group)
+            check_values(model, buffers.at_start)
             check_updates(method, optimizers)
             if method.delayed and is_any_sharded(model) and backend_name(group or everyone, device) == "nccl":
                 raise ValueError(
@@ -267,11 +268,6 @@ class UpdateExchanger(Exchanger):
         if (model := self._unattached.model) is not None:
             reshard(model)
             named = {**dict(model.named_parameters()), **self._buffers.at_start}
-            if name := next((name for name, x in named.items() if x.is_meta), ""):
-                raise ValueError(
-                    f"{name!r} of the {type(model).__name__} is on 'meta', so ranks cannot agree on its values. "
-                    f"Give it values before, or leave its module out of the model."
-                )
             tensors = [local(x).detach() for x in named.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
@@ -520,6 +516,15 @@ class UpdateExchanger(Exchanger):
 
 
 GRADIENTS = "exchange='gradient' of the strategy or by attach, and for a sharded model by strategy='dense_hsdp'"
+
+
+def check_values(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a parameter of a model, or one of these buffers, has no values that ranks can compare."""
+    if name := next((name for name, x in {**dict(model.named_parameters()), **buffers}.items() if x.is_meta), ""):
+        raise ValueError(
+            f"{name!r} of the {type(model).__name__} is on 'meta', so ranks cannot agree on its values. Give it values "
+            f"before, or leave its module out of the model."
+        )
 
 
 def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
