@@ -5,8 +5,10 @@
 
 Workers train a paced model with AdamW: forward and backward sleep for the time that a GPU would take, and the rest is
 real. So the processors, which workers share, do little, and times vary little. A round trains with each strategy in
-turn, in an order that changes, in the same processes. Times are medians of steps after the first hundred, in which
-`auto_ddp` decides. A run is reported only if all workers end with the same weights.
+turn, in an order that changes, in the same processes. A strategy that is far from the fastest of a round does not train
+in later rounds. Times are medians of steps after the first hundred, in which `auto_ddp` decides. `auto_ddp` is compared
+with a strategy in each round, because times drift between rounds: the ratio is the median of the ratios of the rounds.
+A run is reported only if all workers end with the same weights.
 
 An event is something that happens while `auto_ddp` has decided already, or that disturbs its measurements.
 """
@@ -71,13 +73,16 @@ EVENTS = {
     "slow first steps": 0.3,
 }
 """By event: the model, in million parameters."""
-DECIDED, TIMED = 100, 30
-"""Untimed and timed steps. In the former `auto_ddp` decides, and the density warm-up of updates ends. Other strategies
+DECIDED, WARMED, TIMED = 100, 50, 30
+"""Untimed steps, in which `auto_ddp` decides, or the density warm-up of updates ends, and timed steps. Other strategies
 are timed after three steps. Each is timed for at most `MOST` seconds."""
 NOTICED = 250
 """Untimed steps after the link has changed. In them `auto_ddp` looks, in the first hundred, and decides anew."""
 MOST, LEAST = 10.0, 3
-ROUNDS = 3
+FAR = 1.3
+"""A strategy that takes this times the fastest of a round is left out of later rounds."""
+ROUNDS, LEAST_ROUNDS, SECONDS = 7, 3, 240.0
+"""Number of rounds, the least number, and seconds after which no further round begins."""
 
 
 class Case(NamedTuple):
@@ -162,10 +167,16 @@ def change_link(rate: str) -> None:
 def work(job: Row) -> None:
     """Train with all strategies on this rank, in several rounds."""
     rank, case = as_if_by_torchrun(), Case(*(job[field] for field in Case._fields))
-    strategies = strategies_of(case)
+    names, began, late = [*strategies_of(case)], time.monotonic(), False
     for number in range(ROUNDS):
-        for name in [*strategies] if number % 2 else [*reversed(strategies)]:
-            write(job["out"], strategy=name, **train(name, case, rank))
+        if number >= LEAST_ROUNDS and late:
+            break
+        found = {name: train(name, case, rank) for name in (names if number % 2 else [*reversed(names)])}
+        for name, row in found.items():
+            write(job["out"], strategy=name, round=number, **row)
+        fastest = min(row["ms"] for row in found.values())
+        names = [name for name in names if name == "auto" or found[name]["ms"] < FAR * fastest]
+        late = max(gather(time.monotonic() - began > SECONDS))
 
 
 def strategies_of(case: Case) -> dict[str, Any]:
@@ -175,7 +186,7 @@ def strategies_of(case: Case) -> dict[str, Any]:
 
 def train(name: str, case: Case, rank: int) -> Row:
     """Train with a strategy; return the median milliseconds of a step and the choice of `auto_ddp`."""
-    begun = DECIDED if name == "auto" or name.startswith("topk") else 3
+    begun = DECIDED if name == "auto" else WARMED if name.startswith("topk") else 3
     old, new = (case.event.split()[0], case.event.split()[-1]) if "bit" in case.event else ("", "")
     leave_out = begun + (NOTICED if name == "auto" else 3) if new else begun
     leave_out = max(leave_out, 25) if case.event == "slow first steps" else leave_out
@@ -197,20 +208,18 @@ def measure(case: Case) -> list[Row]:
     per_host = 2 if case.event == REPLICAS else 1
     records, _ = run_ranks("benchmarks.auto", case._asdict(), case.workers, case.rate, per_host)
     stock, *_ = names = [*strategies_of(case)]
-    found = {name: [each for each in records if each["strategy"] == name] for name in names}
-    middle = {name: statistics.median(each["ms"] for each in runs) for name, runs in found.items()}
-    least = {name: min(each["ms"] for each in runs) for name, runs in found.items()}
-    best, fastest = (min(ms for name, ms in each.items() if name != "auto") for each in (middle, least))
+    ms = pd.DataFrame(records).pivot(index="round", columns="strategy", values="ms")[names]
+    choices = " or ".join(dict.fromkeys(each["choice"] for each in records if each["choice"]))
+    best = ms.drop(columns="auto").median().idxmin()
     rows = []
-    for name, runs in found.items():
-        ms = [each["ms"] for each in runs]
-        row = {"strategy": name, "ms": middle[name], "ms_min": least[name], "ms_max": max(ms)}
-        row |= {"to_best": middle[name] / best, "to_ddp": middle[name] / middle[stock]}
-        # Other programs only slow a round down.
-        row |= {"min_to_best": least[name] / fastest, "min_to_ddp": least[name] / least[stock]}
-        row |= {"choice": " or ".join(dict.fromkeys(each["choice"] for each in runs if each["choice"]))}
-        rows.append({**row, "rounds": ROUNDS})
-    print(pd.DataFrame(rows).to_string())
+    for name in names:
+        row = {"strategy": name, "ms": ms[name].median(), "ms_min": ms[name].min(), "ms_max": ms[name].max()}
+        row |= {"rounds": ms[name].count(), "choice": choices if name == "auto" else ""}
+        for column, other in (("to_best", best), ("to_ddp", stock)):
+            ratios = (ms[name] / ms[other]).dropna()
+            row |= {column: ratios.median(), f"{column}_min": ratios.min(), f"{column}_max": ratios.max()}
+        rows.append(row)
+    print(ms.assign(choice=pd.Series({each["round"]: each["choice"] for each in records if each["choice"]})))
     return rows
 
 
