@@ -23,7 +23,7 @@ from benchmarks.harness.baselines import Wrapped
 from benchmarks.harness.launch import check_weights, gather, run_ranks, timed, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
-from examples.data.text import StandardLibrary
+from examples.data.text import StandardLibrary, Text
 from lightning_sparse import Comm, Method, NonFiniteGradient, Reducer, simulate
 from lightning_sparse.updates.exchange import DeltaExchange
 
@@ -39,11 +39,11 @@ class Data(NamedTuple):
     held_out: tuple[Tensor, Tensor]
 
 
-def text(length: int, held_out: int) -> Data:
-    """Return byte sequences of Python's standard library, and `held_out` evenly spaced held-out sequences."""
-    library = StandardLibrary(length)
-    library.setup()
-    train, val = library.train_set, library.val_set
+def text(length: int, held_out: int, source: Text | None = None) -> Data:
+    """Return byte sequences of Python's standard library or another text, and evenly spaced held-out sequences."""
+    source = source or StandardLibrary(length)
+    source.setup()
+    train, val = source.train_set, source.val_set
     chosen = default_collate([val[number] for number in torch.linspace(0, len(val) - 1, held_out).long().tolist()])
     return Data(lambda numbers: default_collate([train[number] for number in numbers]), len(train), chosen)
 

@@ -1,0 +1,104 @@
+"""Compares the default with `ddp` with other text, other seeds and clipping.
+
+The default was chosen on the text, the model and the seeds of `benchmarks.language`, also by held-out losses. This
+module keeps all of its settings and changes one thing at a time:
+
+- clipped: AdamW with β₂ = 0.95, and gradients clipped to a norm of 1, as is usual for language models. Under the
+  default each rank clips its own gradient, and under `ddp` the mean.
+- other text: the C++ headers of PyTorch, and seeds that were not used before.
+
+    python -m benchmarks.confirmation  # do the trainings of `TRIED` that `confirmation.csv` lacks
+
+Each training has the GPT, the schedule and the processes of `benchmarks.language`.
+"""
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.harness import results
+from benchmarks.harness.baselines import CONTESTANTS, Options
+from benchmarks.harness.launch import check_weights, gather, run_ranks, write
+from benchmarks.harness.results import Row
+from benchmarks.harness.training import Trainee, text
+from benchmarks.language import BATCH_SIZE, DEFAULT, LENGTH, VAL_SEQUENCES
+from examples.data.text import TextFolder
+from examples.models.gpt import GPT
+from lightning_sparse import ProcessGroupComm
+
+STEPS, EVERY = 1000, 100
+"""Steps of the schedule of the learning rate, and steps between evaluations."""
+HEADERS = Path(torch.__file__).parent / "include" / "torch"
+
+
+class Case(NamedTuple):
+    """Settings that differ from those of `benchmarks.language`, and the step at which training stops."""
+
+    workers: int = 2
+    beta2: float = 0.999
+    clip_norm: float = 0.0
+    batch_size: int = BATCH_SIZE
+    other_text: bool = False
+    until: int = STEPS
+
+
+CASES = {
+    "clipped": Case(beta2=0.95, clip_norm=1.0),
+    "other text": Case(other_text=True),
+}
+
+
+class Run(NamedTuple):
+    """One training: a key of `CASES`, `ddp` or the default, a learning rate and a seed."""
+
+    case: str
+    method: str
+    lr: float
+    seed: int
+
+
+TRIED = [
+    Run(case, name, lr, seed)
+    for case, rates, seeds in (
+        ("clipped", [0.004, 0.006], [0, 1]),
+        ("other text", [0.004], [10, 11, 12, 13, 14]),
+    )
+    for seed, lr, name in itertools.product(seeds, rates, ["ddp", DEFAULT])
+]
+
+
+def work(job: Row) -> None:
+    """Train on this rank."""
+    run = Run(*job["run"])
+    case = CASES[run.case]
+    data = text(LENGTH, VAL_SEQUENCES, TextFolder(str(HEADERS), "*.h", LENGTH) if case.other_text else None)
+    torch.manual_seed(run.seed)
+    model = GPT(LENGTH)
+    optimizer = torch.optim.AdamW(model.parameters(), run.lr, (0.9, case.beta2))
+    wrapped = CONTESTANTS[run.method].wrap(model, Options(), optimizer)
+    if case.clip_norm:
+        optimizer.register_step_pre_hook(lambda *_: void(clip_grad_norm_(model.parameters(), case.clip_norm)))
+    schedule = {"seed": run.seed, "batch_size": case.batch_size, "steps": STEPS}
+    for point in Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule).curve(case.until, EVERY):
+        write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
+    check_weights(model)
+
+
+def void(_: object) -> None:
+    """Return nothing, as a hook does that keeps the arguments of the step."""
+
+
+def train(run: Run) -> list[Row]:
+    """Train in processes; return rows of the CSV file."""
+    case = CASES[run.case]
+    points, _ = run_ranks("benchmarks.confirmation", {"run": run}, case.workers)
+    return [{**case._asdict(), "steps": STEPS, **point} for point in points]
+
+
+if __name__ == "__main__":
+    args = results.command_line(__doc__, figure=False).parse_args()
+    path = args.out / "confirmation.csv"
+    results.save_each(path, results.missing(results.load(path), TRIED), train, digits=7)
