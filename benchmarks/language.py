@@ -107,8 +107,9 @@ TRIED = [
     ("tune", "adamw", ["topk", "gaussiank"], GRID),
     ("retune", "adamw", ["ddp"], [0.0005, *GRID[:3]]),
     ("retune", "adamw", ["topk"], GRID),
-    ("final", "adamw", ["bf16", "gaussiank updates"], [0.002]),
+    ("final", "adamw", ["bf16"], [0.002, 0.004]),
     ("final", "adamw", ["ddp", "int4", "topk", "topk updates", DELAYED, *LOCAL], GRID[:3]),
+    ("final", "adamw", ["ddp", "int4", "topk updates", DELAYED, "gaussiank updates", DEFAULT, GAUSSIANK], [0.004]),
     ("final", "adamw", ["powersgd"], GRID),
     ("final", "adamw", ["gaussiank", "scalecom"], [0.0005, 0.001, 0.002]),
     ("final", "adamw", ["gtopk", "oktopk"], [0.0002, 0.0005, 0.001]),
@@ -118,8 +119,9 @@ TRIED = [
     ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
     ("eight", "adamw", ["two_pass updates"], [0.004]),
-    ("thin", "adamw", ["topk updates", THINNER], [0.002]),
-    ("thinner", "adamw", [THINNER], [0.002]),
+    ("thin", "adamw", ["topk updates"], [0.002]),
+    ("thin", "adamw", [THINNER], [0.002, 0.004]),
+    ("thinner", "adamw", [THINNER], [0.002, 0.004]),
     ("final", "adamw", ["sparseloco"], [0.01]),
     ("interval", "adamw", ["sparseloco, every 10"], [0.002, 0.005, 0.01]),
     ("interval", "adamw", ["sparseloco, every 50", "sparseloco, every 200"], [0.005, 0.01]),
@@ -127,7 +129,7 @@ TRIED = [
     ("final", "adamw", [DEFAULT, GAUSSIANK], [0.002]),
     ("four", "adamw", [DEFAULT], [0.004, 0.008]),
     ("eight", "adamw", [DEFAULT], [0.004, 0.008]),
-    ("alone", "adamw", ["ddp"], [0.001, 0.002]),
+    ("alone", "adamw", ["ddp"], [0.001, 0.002, 0.004]),
     *(
         (name, "adamw", [THINNER] if "density" in name else ["ddp", DEFAULT], [0.001 if part.steps < 1000 else 0.002])
         for name, part in OF_LENGTH.items()
@@ -147,7 +149,7 @@ TRIED = [
 best for 1,000 steps. So after topk and gaussiank, the other sparse methods were not tried in short runs. The methods
 bf16 and gaussiank updates use ddp's rate; gaussiank with SGD uses topk's."""
 REPEATED = {
-    **{("final", "adamw", name): 0.002 for name in ("ddp", "int4", DEFAULT, *IN_EACH_STEP[2:5])},
+    **{("final", "adamw", name): 0.004 for name in ("ddp", "int4", DEFAULT, *IN_EACH_STEP[2:5])},
     **{("four", "adamw", name): 0.004 for name in ("ddp", "topk updates", DELAYED, DEFAULT)},
     **{("eight", "adamw", name): 0.004 for name in ("ddp", "two_pass updates", DEFAULT)},
     ("thin", "adamw", "topk updates"): 0.002,
