@@ -28,7 +28,7 @@ from examples.models.gpt import GPT
 from lightning_sparse import AutoDDPStrategy
 
 STRATEGIES = {"ddp": pl.strategies.DDPStrategy, "auto": AutoDDPStrategy}
-STEPS, EVERY, RATE = 1000, 50, 0.002  # the best rate of `ddp`
+STEPS, EVERY, RATE = 1000, 50, 0.002  # below the best rate of `ddp`
 FIRST_LINK = "1gbit"
 LATER_LINKS = {150: "20mbit", 500: "1gbit"}
 """Rates of the link by the step before which they begin."""

@@ -15,10 +15,12 @@ import ast
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -44,6 +46,7 @@ from benchmarks.language import (  # noqa: E402
     EQUAL,
     FAR,
     GAUSSIANK,
+    LENGTH,
     LOCAL,
     PARTS,
     REPEATED,
@@ -51,10 +54,13 @@ from benchmarks.language import (  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
+from examples.models.gpt import GPT  # noqa: E402
+from lightning_sparse import cost  # noqa: E402
 from lightning_sparse.contrib.majority_vote import MajorityVote  # noqa: E402
 from lightning_sparse.contrib.methods import CONTRIB  # noqa: E402
 from lightning_sparse.contrib.order_statistics import CoordinateMedian, TrimmedMean  # noqa: E402
 from lightning_sparse.memory import Momentum  # noqa: E402
+from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS, resolve_updates  # noqa: E402
 from reproductions import FINDINGS, memsgd  # noqa: E402
 from reproductions.command import finding  # noqa: E402
 from reproductions.digits import best_rates  # noqa: E402
@@ -182,7 +188,7 @@ CLAIMS = {
     "gaussiank": "as good as TopK, cheaper to select",
     "sidco": "as good as TopK, cheaper to select",
     "mstopk": "as good as TopK, cheaper to select",
-    "chunktopk": "as good as TopK",
+    "chunktopk": "none: the selection is that of DeMo",
     "gtopk": "as good as TopK",
     "oktopk": "as good as dense",
     "scalecom": "as good as dense",
@@ -201,7 +207,7 @@ CLAIMS = {
     "dgc": "no loss at density 0.001, with a warm-up",
     "local_sgd": "as good as SGD, with fewer exchanges",
     "diloco": "as good as dense, with 1/500 of the exchanges",
-    "sparseloco": "as good as DiLoCo, with 1 to 3 % of its bytes",
+    "sparseloco": "better than DiLoCo, with 1 to 3 % of the entries in two bits",
 }
 """The claim of each method's paper."""
 HEADINGS = {"digits_sgd": "digits, SGD", "gpt_adamw": "GPT, AdamW", "gpt_sgd": "GPT, SGD"}
@@ -525,9 +531,9 @@ def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
     """The default of updates beside stock ddp and the earlier default, at one rate for each number of workers."""
     trained = read("language").query("optimizer == 'adamw'")
     rows = []
-    for part, lr in (("final", 0.002), ("four", 0.004), ("eight", 0.004)):
-        runs = trained[(trained.lr == lr) & trained.part.isin([part, EARLY[part]])]
-        last = runs[(runs.part == part) & (runs.step == 1000)]
+    for part in ("final", "four", "eight"):
+        runs = trained[(trained.lr == REPEATED[part, "adamw", "ddp"]) & trained.part.isin([part, EARLY[part]])]
+        last = runs[(runs.part == part) & (runs.step == 1000)].set_index("seed")
         dense = last[last.method == "ddp"]
         for method in contestants:
             ends = last[last.method == method]
@@ -536,6 +542,8 @@ def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
             begun = runs[(runs.part == EARLY[part]) & (runs.method == method)].sort_values("step")
             steps = [steps_to(run, 2.6) for _, run in begun.groupby("seed")]
             share = ends.sent_bytes_per_worker.mean() / dense.sent_bytes_per_worker.mean()
+            above = (100 * (ends.val_loss / dense.val_loss - 1)).dropna().sort_index()
+            by_seed = f" ({', '.join(f'{each:+.1f}' for each in above)})" if len(above) > 1 and method != "ddp" else ""
             rows.append(
                 [
                     str(ends.workers.iloc[0]),
@@ -543,12 +551,60 @@ def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
                     str(len(ends)),
                     digits(100 * share),
                     mean_and_range(list(ends.val_loss), 3),
-                    f"{100 * (ends.val_loss.mean() / dense.val_loss.mean() - 1):+.1f} %",
+                    f"{above.mean():+.1f} %{by_seed}",
                     mean_and_range(steps, 0) if steps else "",
                 ]
             )
-    heads = ["workers", "", "seeds", "% of dense bytes", "loss after 1,000 steps", "against `ddp`", "steps to 2.6"]
-    return table(heads, rows)
+    heads = ["workers", "", "seeds", "% of dense bytes", "loss after 1,000 steps", "against `ddp`, by seed"]
+    return table([*heads, "steps to 2.6"], rows)
+
+
+def growth() -> str:
+    """The bytes of the default with more workers, after the density warm-up."""
+    params, link = sum(param.numel() for param in GPT(LENGTH).parameters()), cost.Link(1e9)
+    shares = {}
+    for workers in (16, 32, 64):
+        method, _ = resolve_updates("topk", None, ranks=workers)
+        work = cost.Workload.even(params, 0.0, 0.0)
+        ours, dense = (cost.step(each, work, workers, link, cost.Costs()).sent_bytes for each in (method, cost.DENSE))
+        shares[workers] = 100 * ours / dense
+    sixteen, *more = (f"{share:.0f} % with {workers}" for workers, share in shares.items())
+    return (
+        f"The share of the default grows with the number of workers: {sixteen}, {' and '.join(more)}. More than eight"
+        " have not\nbeen trained to the end.\n"
+    )
+
+
+def confirmation() -> str:
+    """The default beside `ddp` with other settings: paired differences of the seeds."""
+    names = {
+        "clipped": "β₂ 0.95, clipped to norm 1",
+        "other text": "C++ headers, new seeds",
+    }
+    found, rows = read("confirmation"), []
+    last = found[found.step == found.until]
+    for (case, workers, until, rate), runs in last.groupby(["case", "workers", "until", "lr"], sort=False):
+        loss = runs.pivot(index="seed", columns="method", values="val_loss").dropna()
+        above = 100 * (loss["topk by default"] / loss["ddp"] - 1)
+        cells = (mean_and_range(list(loss[name]), 3) for name in ("ddp", "topk by default"))
+        differences = ", ".join(f"{each:+.1f}" for each in above)
+        rows.append(
+            [names[case], f"{workers}", f"{until:,}", f"{rate:g}", *cells, f"{above.mean():+.1f} % ({differences})"]
+        )
+    return table(["changed", "workers", "steps", "rate", "`ddp`", "topk by default", "against `ddp`, by seed"], rows)
+
+
+def front_confirmation() -> str:
+    """The differences from `ddp` with two workers and other settings, in a sentence."""
+    last = read("confirmation").query("workers == 2 and step == until")
+    loss = last.pivot(index=["case", "lr", "seed"], columns="method", values="val_loss")
+    above = (100 * (loss["topk by default"] / loss["ddp"] - 1)).groupby("case")
+    clipped, other = (f"{above.mean()[case]:+.1f} % ({above.count()[case]} pairs" for case in ("clipped", "other text"))
+    page = "docs/frontier.md#other-text-seeds-and-clipping"
+    return (
+        f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
+        f" by {clipped}, clipping, β₂ = 0.95) and {other}, other text).\n"
+    )
 
 
 def fewer_bytes() -> str:
@@ -658,7 +714,8 @@ def auto(file: str = "auto") -> str:
     for case, runs in found.groupby(AUTO_CASE, sort=False):
         workers, million, ours = case[2], case[1], runs.set_index("strategy").loc["auto"]
         cells = [f"{ms:.0f}" for ms in runs.set_index("strategy").ms[names]]
-        measured = [f"{ours.ms:.0f} ({ours.ms_min:.0f} to {ours.ms_max:.0f})", f"{ours.min_to_best:.2f}"]
+        spread = f" ({ours.to_best_min:.2f} to {ours.to_best_max:.2f})" if ours.to_best_min > 0 else ""
+        measured = [f"{ours.ms:.0f} ({ours.ms_min:.0f} to {ours.ms_max:.0f})", f"{ours.to_best:.2f}{spread}"]
         rows.append([f"{workers}", auto_link(*case), f"{million:g}", *cells, *measured, str(ours.choice)])
     header = ["workers", "link", "million parameters", *(f"`{name}`" for name in names), "`auto`", "to the fastest"]
     return table([*header, "choice"], rows)
@@ -682,7 +739,8 @@ def auto_losses() -> str:
 
 def switches() -> str:
     """Losses soon after a switch from updates to dense averages, and later, by way: mean and range of the seeds."""
-    rows = []
+    rows, dense = [], read("language").query("part == 'final' and method == 'ddp' and optimizer == 'adamw'")
+    dense = dense[dense.lr == read("switches").lr[0]]
     for (first, last), runs in read("switches").groupby(["first", "last"], sort=False):
         later = runs[runs.step > last]
         for way, mine in later.groupby("way", sort=False):
@@ -690,6 +748,8 @@ def switches() -> str:
             losses = ([step, list(mine[mine.step == step].val_loss)] for step in steps)
             cells = [f"{step}: {mean_and_range(found, 3)}" for step, found in losses]
             rows.append([f"{first} to {last}", way, *cells])
+        ends = list(dense[dense.step == later.step.max()].val_loss)
+        rows.append(["none: `ddp`", "", "", f"{later.step.max()}: {mean_and_range(ends, 3)}"])
     return table(["updates in steps", "residuals", "loss at step", "loss at step"], rows)
 
 
@@ -699,21 +759,26 @@ def auto_link(rate: str, million: float, workers: int, event: str) -> str:
 
 
 def auto_worst() -> str:
-    """The largest ratios of `auto_ddp` to the fastest candidate and to stock `ddp`, in the fastest of the rounds."""
+    """The largest ratios of `auto_ddp` to the fastest candidate and to stock `ddp`."""
     ours = read("auto").query("strategy == 'auto'")
     lines = []
-    for column, other in (("min_to_best", "the fastest candidate"), ("min_to_ddp", "`ddp`")):
+    for column, other in (("to_best", "the fastest candidate"), ("to_ddp", "`ddp`")):
         worst = ours.loc[ours[column].idxmax()]
         case = f"{auto_link(*worst[AUTO_CASE])}, {worst.million:g} million parameters, {worst.workers} workers"
-        lines.append(f"- The step time of `auto_ddp` was at most {worst[column]:.2f} of that of {other} ({case}).\n")
+        rounds = f"{worst.rounds:.0f} rounds"
+        text = f"The step time of `auto_ddp` was at most {worst[column]:.2f} of that of {other}"
+        lines.append(f"- {text} ({case}, {rounds}).\n")
     return "".join(lines)
 
 
 def auto_processors() -> str:
-    """The processors of the rows, in their order."""
-    cpus = read("auto").query("strategy == 'auto'").cpu
-    rows = [f"{len(same)} rows were measured on {name}" for name, same in cpus.groupby(cpus, sort=False)]
-    return f"In the order of the table, {', then '.join(rows)}.\n"
+    """The processors of the rows."""
+    ours = read("auto").query("strategy == 'auto'")
+    texts = []
+    for rows, which in ((ours[ours.to_best_min > 0], "with a range"), (ours[ours.to_best_min.isna()], "without")):
+        found = [f"{len(same)} on {name}" for name, same in rows.groupby("cpu", sort=False)]
+        texts += [f"{' and '.join(found)}, {which}"] if found else []
+    return f"Measured rows: {'; '.join(texts)}.\n"
 
 
 def sharded() -> str:
@@ -747,8 +812,21 @@ def sharded_memory() -> str:
     return table(["two replicas of two shards", "parameters", "peak memory of a rank"], rows)
 
 
-def gpu_paced() -> str:
-    """Seconds to a loss at a GPU's pace: steps of the GPT's trainings, times those of GPT-2 small's shapes."""
+class Paced(NamedTuple):
+    """A method at a GPU's pace: steps to a loss, and by link the seconds of a step, to the loss, and at the start."""
+
+    steps: float
+    step: dict[str, float]
+    total: dict[str, float]
+    slowed: str
+
+
+PACED_LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+WITHIN, AFTER, POWERSGD = "topk by default, within backward", "topk by default", f"torch's PowerSGD, rank {RANK}"
+
+
+def paced() -> dict[str, Paced]:
+    """Return the methods at a GPU's pace: steps of the GPT's trainings, and those of GPT-2 small's shapes."""
     # Name in trainings, name over links, steps between exchanges.
     pairs = [
         ("ddp", "ddp", 1),
@@ -763,34 +841,66 @@ def gpu_paced() -> str:
     ]
     runs = read("network_gpt2").query("kind == 'step'").sort_values("dilate", ascending=False)
     runs = runs.drop_duplicates(["rate", "contestant"]).set_index(["rate", "contestant"])
-    medians, rows = runs.median_ms / 1e3, []
+    medians, found = runs.median_ms / 1e3, {}
     # Over 100 Mbit/s its first two steps, which are dense, would take half an hour: its bytes take longer there.
     nbytes = runs.tx_bytes_per_step["1gbit", "powersgd"]
     medians["100mbit", "powersgd"] = medians["1gbit", "powersgd"] + 8 * nbytes * (1 / 1e8 - 1 / 1e9)
+    more = WARMUP_STEPS * sum(factor - 1 for factor in WARMUP_FACTORS)  # exchanges, in the density warm-up
     for method, timed, every in pairs:
         steps = steps_to(best_run("adamw", method, 4), 2.0)
-        cells = []
-        for rate in ("1gbit", "100mbit"):
-            seconds = medians[rate, timed] / every + medians[rate, "none"] * (1 - 1 / every)
-            cells += [digits(seconds), "–" if math.isnan(steps) else f"{steps * seconds:,.0f}"]
+        step, total = {}, {}
+        for rate, bits in (("1gbit", 1e9), ("100mbit", 1e8)):
+            step[rate] = medians[rate, timed] / every + medians[rate, "none"] * (1 - 1 / every)
+            start = 2 * (medians[rate, "ddp"] - step[rate]) if method == "powersgd" else 0.0
+            if timed.startswith("topk"):
+                start = more * 8 * runs.tx_bytes_per_step[rate, timed] / bits
+            total[rate] = steps * step[rate] + start
+        slowed = " and ".join(f"{runs.dilate.get((rate, timed), runs.dilate['1gbit', timed]):g}" for rate in step)
         how = timed.rpartition(", ")[2] if "," in timed and not timed.endswith("int2") else ""
-        name = f"torch's PowerSGD, rank {RANK}" if method == "powersgd" else method
-        label = f"{name}, {how}" if how and how not in name else name
-        rows.append([label, "–" if math.isnan(steps) else f"{steps:.0f}", *cells])
-    heads = ["", "steps to 2.0", "s a step, 1 Gbit/s", "s to 2.0", "s a step, 100 Mbit/s", "s to 2.0"]
+        name = POWERSGD if method == "powersgd" else method
+        found[f"{name}, {how}" if how and how not in name else name] = Paced(steps, step, total, slowed)
+    return found
+
+
+def gpu_paced() -> str:
+    """Seconds to a loss at a GPU's pace."""
+    rows = []
+    for name, each in paced().items():
+        cells = []
+        for rate in PACED_LINKS:
+            cells += [digits(each.step[rate]), "–" if math.isnan(each.steps) else f"{each.total[rate]:,.0f}"]
+        rows.append([name, "–" if math.isnan(each.steps) else f"{each.steps:.0f}", *cells, each.slowed])
+    heads = ["", "steps to 2.0", "s a step, 1 Gbit/s", "s to 2.0", "s a step, 100 Mbit/s", "s to 2.0", "slowed down"]
     return table(heads, rows)
+
+
+def gpu_paced_ratios() -> str:
+    """Say how much faster the default is than the best of the others at a GPU's pace."""
+    found, lines = paced(), []
+    for rate, link in reversed(PACED_LINKS.items()):
+        others = {name: each.total[rate] for name, each in found.items() if name not in (WITHIN, AFTER)}
+        best = min(others, key=lambda name: others[name] if others[name] > 0 else math.inf)
+        within, after = (others[best] / found[name].total[rate] for name in (WITHIN, AFTER))
+        lines.append(
+            f"- Over {link} the default takes 1/{within:.1f} of the time of {best}, the fastest of the others. If it"
+            f"\n  exchanges after the step, it takes 1/{after:.1f}.\n"
+        )
+    nbytes = read("network_gpt2").query("contestant == 'int4' and rate == '100mbit'").tx_bytes_per_step.iloc[0]
+    took = found["int4"].step["100mbit"]
+    lines.append(
+        f"- `int4` over 100 Mbit/s ran at full speed, so four ranks on two processors took {took:.1f} s a step. Its"
+        f" bytes alone\n  take {8 * nbytes / 1e8:.1f} s.\n"
+    )
+    return "".join(lines)
 
 
 def front_seconds() -> str:
     """Seconds to a loss at a GPU's pace, in a list."""
-    rows = [line.strip("| ").split(" | ") for line in gpu_paced().splitlines()[2:]]
-    seconds = {row[0]: row[3::2] for row in rows}
-    ours, ddp, bf16, powersgd = (
-        seconds[name] for name in ("topk by default, within backward", "ddp", "bf16", f"torch's PowerSGD, rank {RANK}")
-    )
+    found = paced()
+    names = {WITHIN: "`topk_ddp`", "ddp": "`ddp`", "bf16": "a bf16 hook", POWERSGD: "torch's PowerSGD"}
     return "".join(
-        f"- {link}: `topk_ddp` {ours[at]}, `ddp` {ddp[at]}, a bf16 hook {bf16[at]}, torch's PowerSGD {powersgd[at]}.\n"
-        for at, link in enumerate(("1 Gbit/s", "100 Mbit/s"))
+        f"- {link}: {', '.join(f'{shown} {found[name].total[rate]:,.0f}' for name, shown in names.items())}.\n"
+        for rate, link in PACED_LINKS.items()
     )
 
 
@@ -1135,11 +1245,13 @@ def gpu_selection() -> str:
 def gpu_line() -> str:
     """What a GPU has shown, in a line."""
     found = read("gpt_cuda").set_index("contestant")
-    percent = 100 * found.added_ms["topk"] / found.ms["ddp"]
+    percent = 100 * found.added_ms / found.ms["ddp"]
     return (
         f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
-        f" GPT-2 small. There\n`topk` adds {percent:.1f} % to a step, before any communication. See"
-        " [GPU status](docs/gpu.md). Several GPUs have not been run.\nFSDP2 has only been run on CPUs.\n"
+        f" GPT-2 small. There\n`topk` adds {percent['topk']:.1f} % to a step if gradients are exchanged, and"
+        f" {percent['topk updates']:.0f} to {percent['topk updates within backward']:.0f} % with AdamW's updates,"
+        " before\nany communication ([GPU status](docs/gpu.md)). Several GPUs have not been run. FSDP2 has only been"
+        " run on CPUs.\n"
     )
 
 
@@ -1411,6 +1523,8 @@ DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "front": partial(defaults, ("ddp", "topk by default")),
+    "front-limits": lambda: textwrap.fill(growth() + front_confirmation(), 140, break_on_hyphens=False) + "\n",
+    "confirmation": confirmation,
     "front-seconds": front_seconds,
     "fewer-bytes": fewer_bytes,
     "lengths": lengths,
@@ -1428,6 +1542,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded-seconds": sharded_seconds,
     "frontier-seconds": frontier_seconds,
     "gpu-paced": gpu_paced,
+    "gpu-paced-ratios": gpu_paced_ratios,
     "network": network,
     "network-adamw": network_adamw,
     "network-workers": network_workers,

@@ -126,7 +126,7 @@ def beside_products(rows: Rows) -> str:
 
 
 def adds_little(contestant: str) -> Judge:
-    """Return a judge of whether a contestant adds at most its limit to a step of GPT-2 small in bf16-mixed."""
+    """Return a judge of whether a row of GPT-2 small in bf16-mixed is within its limit."""
     return lambda rows: within(
         row for row in rows if (row["precision"], row["contestant"]) == ("bf16-mixed", contestant)
     )

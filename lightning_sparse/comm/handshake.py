@@ -47,8 +47,8 @@ WARN_AFTER_SECONDS = 5.0
 STALE_AFTER_SECONDS = 2.0
 """Seconds that an error entry must remain unchanged before it is trusted. A stale entry is overwritten sooner."""
 LONG, PACKED = 1 << 16, "zlib:"
-"""Length from which values are compressed, and the start of compressed ones. torch's store takes 8 MiB at most, and the
-settings of a model with 50,000 parameters are longer."""
+"""Length from which values are compressed, and the start of compressed ones. torch's store takes 8 MiB at most. The
+settings of 50,000 parameters are longer."""
 
 
 EACH_PART = (

@@ -134,7 +134,7 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _report_uncaught() -> None:
     """Report the error that has ended this program to the other ranks, which may wait for this one."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):  # an interactive session goes on after errors
+    if error is not None and not hasattr(sys, "ps1"):  # an interactive session survives errors
         for session in list(_sessions):
             session.fail(error)
 

@@ -669,7 +669,7 @@ class Sharded:
 
 
 def test_the_present_stream_may_use_a_gradient_that_fsdp2_frees(monkeypatch):
-    """FSDP2 calls its hook in another stream than that which has allocated the gradient."""
+    """FSDP2 calls its hook in another stream than that of the gradient's memory."""
     used: list[Any] = []
     gradient: Any = SimpleNamespace(is_cuda=True, device="cuda", nbytes=8, record_stream=used.append, div_=used.append)
     module = Sharded()
