@@ -14,7 +14,7 @@ Each training has the GPT, the schedule and the processes of `benchmarks.languag
 
 import itertools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -29,26 +29,20 @@ from examples.data.text import TextFolder
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm
 
-STEPS, EVERY = 1000, 100
-"""Steps of the schedule of the learning rate, and steps between evaluations."""
+WORKERS, STEPS, EVERY = 2, 1000, 100
+"""Number of workers, number of steps, and steps between evaluations."""
 HEADERS = Path(torch.__file__).parent / "include" / "torch"
 
 
 class Case(NamedTuple):
-    """Settings that differ from those of `benchmarks.language`, and the step at which training stops."""
+    """Settings in which a training may differ from `benchmarks.language`."""
 
-    workers: int = 2
     beta2: float = 0.999
     clip_norm: float = 0.0
-    batch_size: int = BATCH_SIZE
     other_text: bool = False
-    until: int = STEPS
 
 
-CASES = {
-    "clipped": Case(beta2=0.95, clip_norm=1.0),
-    "other text": Case(other_text=True),
-}
+CASES = {"clipped": Case(beta2=0.95, clip_norm=1.0), "other text": Case(other_text=True)}
 
 
 class Run(NamedTuple):
@@ -79,23 +73,23 @@ def work(job: Row) -> None:
     model = GPT(LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), run.lr, (0.9, case.beta2))
     wrapped = CONTESTANTS[run.method].wrap(model, Options(), optimizer)
+
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(model.parameters(), case.clip_norm)
+
     if case.clip_norm:
-        optimizer.register_step_pre_hook(lambda *_: void(clip_grad_norm_(model.parameters(), case.clip_norm)))
-    schedule = {"seed": run.seed, "batch_size": case.batch_size, "steps": STEPS}
-    for point in Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule).curve(case.until, EVERY):
+        optimizer.register_step_pre_hook(clip)
+    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": STEPS}
+    for point in Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule).curve(STEPS, EVERY):
         write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
     check_weights(model)
 
 
-def void(_: object) -> None:
-    """Return nothing, as a hook does that keeps the arguments of the step."""
-
-
 def train(run: Run) -> list[Row]:
     """Train in processes; return rows of the CSV file."""
-    case = CASES[run.case]
-    points, _ = run_ranks("benchmarks.confirmation", {"run": run}, case.workers)
-    return [{**case._asdict(), "steps": STEPS, **point} for point in points]
+    points, _ = run_ranks("benchmarks.confirmation", {"run": run}, WORKERS)
+    common = {**CASES[run.case]._asdict(), "workers": WORKERS, "steps": STEPS}
+    return [common | point for point in points]
 
 
 if __name__ == "__main__":

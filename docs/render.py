@@ -581,22 +581,21 @@ def confirmation() -> str:
         "clipped": "β₂ 0.95, clipped to norm 1",
         "other text": "C++ headers, new seeds",
     }
-    found, rows = read("confirmation"), []
-    last = found[found.step == found.until]
-    for (case, workers, until, rate), runs in last.groupby(["case", "workers", "until", "lr"], sort=False):
+    rows, last = [], read("confirmation").query("step == steps")
+    for (case, workers, steps, rate), runs in last.groupby(["case", "workers", "steps", "lr"], sort=False):
         loss = runs.pivot(index="seed", columns="method", values="val_loss").dropna()
         above = 100 * (loss["topk by default"] / loss["ddp"] - 1)
         cells = (mean_and_range(list(loss[name]), 3) for name in ("ddp", "topk by default"))
         differences = ", ".join(f"{each:+.1f}" for each in above)
         rows.append(
-            [names[case], f"{workers}", f"{until:,}", f"{rate:g}", *cells, f"{above.mean():+.1f} % ({differences})"]
+            [names[case], f"{workers}", f"{steps:,}", f"{rate:g}", *cells, f"{above.mean():+.1f} % ({differences})"]
         )
     return table(["changed", "workers", "steps", "rate", "`ddp`", "topk by default", "against `ddp`, by seed"], rows)
 
 
 def front_confirmation() -> str:
     """The differences from `ddp` with two workers and other settings, in a sentence."""
-    last = read("confirmation").query("workers == 2 and step == until")
+    last = read("confirmation").query("workers == 2 and step == steps")
     loss = last.pivot(index=["case", "lr", "seed"], columns="method", values="val_loss")
     above = (100 * (loss["topk by default"] / loss["ddp"] - 1)).groupby("case")
     clipped, other = (f"{above.mean()[case]:+.1f} % ({above.count()[case]} pairs" for case in ("clipped", "other text"))
@@ -826,7 +825,7 @@ WITHIN, AFTER, POWERSGD = "topk by default, within backward", "topk by default",
 
 
 def paced() -> dict[str, Paced]:
-    """Return the methods at a GPU's pace: steps of the GPT's trainings, and those of GPT-2 small's shapes."""
+    """Return the methods at a GPU's pace: steps of the GPT's trainings, and times with GPT-2 small's shapes."""
     # Name in trainings, name over links, steps between exchanges.
     pairs = [
         ("ddp", "ddp", 1),
@@ -880,10 +879,10 @@ def gpu_paced_ratios() -> str:
     for rate, link in reversed(PACED_LINKS.items()):
         others = {name: each.total[rate] for name, each in found.items() if name not in (WITHIN, AFTER)}
         best = min(others, key=lambda name: others[name] if others[name] > 0 else math.inf)
-        within, after = (others[best] / found[name].total[rate] for name in (WITHIN, AFTER))
+        within, after = (found[name].total[rate] / others[best] for name in (WITHIN, AFTER))
         lines.append(
-            f"- Over {link} the default takes 1/{within:.1f} of the time of {best}, the fastest of the others. If it"
-            f"\n  exchanges after the step, it takes 1/{after:.1f}.\n"
+            f"- Over {link} the default takes {100 * within:.0f} % of the time of {best}, the fastest of the others."
+            f"\n  If it exchanges after the step, it takes {100 * after:.0f} %.\n"
         )
     nbytes = read("network_gpt2").query("contestant == 'int4' and rate == '100mbit'").tx_bytes_per_step.iloc[0]
     took = found["int4"].step["100mbit"]

@@ -1,14 +1,13 @@
-"""The trainings of `benchmarks.confirmation`: none is missing, and those with equal seeds begin alike."""
+"""The trainings of `benchmarks.confirmation`: none is missing, and with equal seeds they begin alike."""
 
-from benchmarks.confirmation import CASES, TRIED
+from benchmarks.confirmation import STEPS, TRIED
 from benchmarks.harness import results
 
 
 def test_the_file_has_all_trainings_to_their_end():
     found = results.load(results.RESULTS / "confirmation.csv")
     assert results.missing(found, TRIED) == []
-    last = found.groupby(["case", "method", "lr", "seed"]).step.max().reset_index()
-    assert all(row.step == CASES[row.case].until for row in last.itertuples())
+    assert (found.groupby(["case", "method", "lr", "seed"]).step.max() == STEPS).all()
 
 
 def test_both_methods_begin_with_the_same_loss():

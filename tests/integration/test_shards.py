@@ -633,7 +633,7 @@ def aborts(rank: int) -> tuple[list[list[int]], list[list[int]], bool]:
     An abort waits until the device has ended the collectives of all groups, so all aborts have to begin.
 
     Returns:
-        The ranks of the groups that are aborted, those of the groups that should be, and whether an abort waited alone.
+        The ranks of the aborted groups, the ranks of the expected groups, and whether an abort waited alone.
     """
     mesh, aborted, begun = mesh_of(), [], threading.Barrier(2, timeout=5)
     model = shard(net(), mesh["shard"])

@@ -673,15 +673,15 @@ class Meets(Net):
 
 
 @pytest.mark.parametrize("exchange", [*in_full("gradient"), "update"])
-@pytest.mark.parametrize("where", ["validation", *in_full("metric", "checkpoint")])
-def test_ranks_that_meet_with_other_numbers_of_batches_do_not_wait(where, exchange, tmp_path):
+@pytest.mark.parametrize("place", ["validation", *in_full("metric", "checkpoint")])
+def test_ranks_that_meet_with_other_numbers_of_batches_do_not_wait(place, exchange, tmp_path):
     """Rank 0 waits in a collective of Lightning, and rank 1 in a step, perhaps in DDP's broadcast of buffers."""
 
     def run(rank: int) -> tuple[str, str, float]:
-        options: dict[str, Any] = {"limit_val_batches": 1 if where == "validation" else 0, "num_sanity_val_steps": 1}
-        if where == "checkpoint":
+        options: dict[str, Any] = {"limit_val_batches": 1 if place == "validation" else 0, "num_sanity_val_steps": 1}
+        if place == "checkpoint":
             options["callbacks"] = [pl.callbacks.ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)]
-        net = Meets(ADAMW, lr=0.01 if where == "metric" else 0.02)
+        net = Meets(ADAMW, lr=0.01 if place == "metric" else 0.02)
         fit = trainer(sparse(exchange=exchange), 2, max_epochs=2, **options).fit
         return caught(lambda: fit(net, Loader(rank, 2, 8 if rank else 4), Loader(rank, 2, 1)))
 
