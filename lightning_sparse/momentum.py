@@ -297,7 +297,7 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
     # weights. A payout of these changes amplifies itself, and training diverges. The names below were measured: their
     # training gains by the payout.
     if known is None and all(_has_betas(group) for group in optimizer.param_groups):
-        names = [kind.__name__.lower() for kind in kinds]
+        names = [kind.__name__.lower() for kind in kinds if not kind.__module__.startswith("torch.optim.")]
         known = next((LIKE[part] for part in LIKE if any(part in name for name in names)), None)
     return known
 

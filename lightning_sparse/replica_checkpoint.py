@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -189,10 +190,14 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
                 )
             return {**own, "rank": comm.rank, "size": comm.size}
 
+    shards = dist.get_world_size() // comm.size
+    position = dist.get_rank() % shards / shards  # of this rank's shard among those of its replica, in most meshes
+
     def states() -> Iterator[State]:
         for replica in sources(comm.rank, comm.size, max(replica_of) + 1):
             ranks = [rank for rank in range(old) if replica_of[rank] == replica]
-            parts = (sidecars.load(*files[rank], tag, rank, old) for rank in ranks)
+            nearest = sorted(range(len(ranks)), key=lambda i: abs(i - position * len(ranks)))
+            parts = (sidecars.load(*files[ranks[i]], tag, ranks[i], old) for i in nearest)
             state = joined(parts, places)
             _check_names(state, exchange, model)
             yield state
@@ -284,8 +289,13 @@ def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.
 
 
 def joined(parts: Iterable[State], places: Mapping[str, tuple[list[int], list[int]]]) -> State:
-    """Return the state of one replica for this rank's shards, from the files of all its ranks."""
+    """Return the state of one replica for this rank's shards, from the files of its ranks.
+
+    It reads no further file as soon as it has all elements. Files are large, so the order of `parts` matters.
+    """
     result: State = {}
+    missing = sum(math.prod(shape) for _, shape in places.values())
+    copied: dict[str, list[Any]] = {name: [] for name in places}
     for part in parts:
         if part["places"].keys() != places.keys():
             odd = sorted(part["places"].keys() ^ places.keys())
@@ -306,6 +316,12 @@ def joined(parts: Iterable[State], places: Mapping[str, tuple[list[int], list[in
                         copy_common_(of_param, key, x, part["places"][name], places[name])
                     else:
                         of_param.setdefault(key, x)
+        for name, place in places.items():
+            if part["places"][name] not in copied[name]:  # several ranks have a tensor that is not sharded
+                copied[name].append(part["places"][name])
+                missing -= math.prod(_common(part["places"][name], place)[1])
+        if not missing:
+            break
     return result
 
 
@@ -313,14 +329,21 @@ def copy_common_(
     into: dict[str, Tensor], key: str, x: Tensor, old: tuple[list[int], list[int]], new: tuple[list[int], list[int]]
 ) -> None:
     """Copy the elements that a shard of the old sharding has in common with this rank's shard, which may be new."""
-    (begin, shape), (begins, shapes) = old, new
-    target = into.setdefault(key, torch.zeros(shapes, dtype=x.dtype, device="cpu"))
-    first = [max(a, b) for a, b in zip(begin, begins, strict=True)]
-    last = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, begins, shapes, strict=True)]
-    if all(a < b for a, b in zip(first, last, strict=True)):
-        here = tuple(slice(a - b, c - b) for a, b, c in zip(first, begins, last, strict=True))
-        there = tuple(slice(a - b, c - b) for a, b, c in zip(first, begin, last, strict=True))
+    target = into.setdefault(key, torch.zeros(new[1], dtype=x.dtype, device="cpu"))
+    first, shape = _common(old, new)
+    if math.prod(shape):
+        here, there = (
+            tuple(slice(a - b, a - b + n) for a, b, n in zip(first, begin, shape, strict=True))
+            for begin in (new[0], old[0])
+        )
         target[here] = x[there]
+
+
+def _common(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+    """Return the offset and the shape of the elements that two shards of a parameter have in common."""
+    first = [max(begins) for begins in zip(a[0], b[0], strict=True)]
+    ends = (min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True))
+    return first, [max(0, end - begin) for begin, end in zip(first, ends, strict=True)]
 
 
 def _entry_path(path: str) -> tuple[Any, str]:

@@ -205,11 +205,13 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         size: the new number of ranks.
     """
     result: dict[str, Any] = {}
-    optimizers: list[Any] = []
+    optimizers, added = dict[str, Any](), 0
     for state in states:
         mine = state["rank"] % size == rank
         if "optimizers" in state and state["rank"] % size == rank % state["size"]:
-            optimizers.append(state["optimizers"])
+            added += 1
+            for name, own in state["optimizers"].items():
+                _add_states_(optimizers.setdefault(name, {}), own)
         factor = size / state["size"] if mine else 0.0
         if not result:
             result = {**state, "rank": rank, "size": size}
@@ -232,31 +234,37 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
                 for param, value in per_param.items():
                     result["elements"][name][param].add_(value, alpha=factor)
     if optimizers:
-        result["optimizers"] = {name: _mean([states[name] for states in optimizers]) for name in optimizers[0]}
+        result["optimizers"] = optimizers
+    for own in (own for each in optimizers.values() for own in each["state"].values()):
+        for key in _averaged(own):
+            own[key].div_(added)
     return result
 
 
-def _mean(states: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of several results of `Optimizer.state_dict`. Step counts are those of the first.
+def _add_states_(total: dict[str, Any], state: Mapping[str, Any]) -> None:
+    """Add a result of `Optimizer.state_dict` to a sum, which is {} at first. Step counts are those of the first.
 
     A parameter without a gradient on a rank has no state there. It counts as zeros, the initial state.
 
     Raises:
         ValueError: the states belong to different kinds of optimizers.
     """
-    mean: dict[Any, dict[str, Any]] = {}
-    for param in dict.fromkeys(param for state in states for param, own in state["state"].items() if own):
-        ranks = [state["state"].get(param, {}) for state in states]
-        first, *others = filter(None, ranks)
-        if odd := next((other for other in others if other.keys() != first.keys()), None):
+    for key, value in state.items():
+        total.setdefault(key, {} if key == "state" else value)
+    for param, own in state["state"].items():
+        if not own:
+            continue
+        is_first = param not in total["state"]
+        into = total["state"].setdefault(param, dict(own))
+        if into.keys() != own.keys():
             raise ValueError(
                 f"The optimizers of two ranks are of different kinds, so their states have no mean: one keeps "
-                f"{', '.join(first)}, another one {', '.join(odd)}. Go on with the same number of ranks."
+                f"{', '.join(into)}, another one {', '.join(own)}. Go on with the same number of ranks."
             )
-        mean[param] = {
-            key: torch.stack([rank.get(key, torch.zeros_like(value)) for rank in ranks]).mean(0)
-            if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
-            else value
-            for key, value in first.items()
-        }
-    return {**states[0], "state": mean}
+        for key in _averaged(own):
+            into[key] = own[key].clone() if is_first else into[key].add_(own[key])
+
+
+def _averaged(own: Mapping[str, Any]) -> list[str]:
+    """Return the names of an optimizer's tensors for a parameter whose mean over ranks is meaningful, as moments."""
+    return [key for key, x in own.items() if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]

@@ -281,6 +281,22 @@ def test_an_error_that_ends_the_program_is_the_reason_of_other_ranks():
     assert all(text.endswith("ValueError: the disk is full") for text in run_ranks(2, uncaught))
 
 
+def reported_twice(rank: int) -> tuple[int, int]:
+    mine, error = session(), ValueError("the disk is full")
+    group = dist.group.WORLD
+    mine.fail(error)
+    before = sessions._attempts[group]
+    sessions.report_or_diagnose(error)
+    reported = sessions._attempts[group]
+    sessions.report_or_diagnose(ValueError("another one"))
+    return reported - before, sessions._attempts[group] - before
+
+
+def test_an_error_that_a_session_has_reported_counts_no_handshake():
+    """Other ranks count none for it, so the next handshakes would miss each other."""
+    assert run_ranks(1, reported_twice) == [(0, 1)]
+
+
 def last_exchange(rank: int, how: str) -> tuple[str, bool]:
     """Rank 1 has one exchange less than rank 0, and ends later. Rank 0's device waits, or is only slow."""
     mine = session()
@@ -288,7 +304,7 @@ def last_exchange(rank: int, how: str) -> tuple[str, bool]:
     if rank == 1:
         time.sleep(0.3)
     elif how == "fewer batches":
-        mine.comm._begun = mine.comm._calls = 2
+        mine.comm._counts.update(begun=1, done=1)  # of one more
         mine._done = lambda: False
     else:
         mine._done = iter([False, False, True]).__next__
@@ -317,6 +333,32 @@ def met(rank: int) -> list[bool]:
 
 def test_a_rank_does_not_meet_the_entries_of_an_earlier_fit():
     assert run_ranks(2, met)[0] == [True, False]
+
+
+def met_elsewhere(rank: int) -> list[bool]:
+    rendezvous.MEET_SECONDS = 1.0
+    meeting = rendezvous.Rendezvous()
+    return [meeting.all_ranks_present("end"), meeting.all_ranks_present("end" if rank else "after an error")]
+
+
+def test_ranks_in_different_places_do_not_meet():
+    """They would take part in different collectives."""
+    assert run_ranks(2, met_elsewhere) == [[True, False]] * 2
+
+
+def counted(rank: int) -> tuple[int, int, list[float]]:
+    groups = [dist.new_group(part) for part in ([0, 1], [2, 3])]
+    comm = ProcessGroupComm(groups[rank // 2])
+    ranks = [0, 1] if rank < 2 else [2, 3]
+    comm.use(comm.group, Peers(comm.store, "session", rank, range(4), ranks))
+    everyone = comm.of_all()
+    found = everyone.all_gather(torch.tensor([float(rank)])).flatten().tolist()
+    return comm._calls, comm._begun, found
+
+
+def test_a_part_counts_the_calls_of_all_ranks():
+    """A rank that continues after such a call, and closes its exchange, has made it: no rank waits for it there."""
+    assert run_ranks(4, counted) == [(1, 1, [0.0, 1.0, 2.0, 3.0])] * 4
 
 
 def late_exchange(rank: int) -> float:

@@ -285,6 +285,13 @@ class WithAnIgnored(nn.Module):
         self.ignored = nn.Parameter(torch.zeros(3))
 
 
+def test_the_parameters_that_ddp_is_to_ignore():
+    net = WithAnIgnored()
+    net._ddp_params_and_buffers_to_ignore = ["_orig_mod.ignored"]
+    assert _compat.ignored_by_ddp(net) == {"ignored"}
+    assert _compat.ignored_by_ddp(nn.Linear(1, 1)) == set()
+
+
 def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
     plain = DistributedDataParallel(WithAnIgnored())
     net = WithAnIgnored()

@@ -269,10 +269,10 @@ def test_parameters_that_are_given_later_and_frozen_ones():
                 net.new = nn.Parameter(torch.full((2, 3), 1.0 + comm.rank))  # broadcast from rank 0
                 optimizer.add_param_group({"params": [net.c, net.new]})
             net.a.requires_grad_(not 4 <= step < 7)
-            updates.begin(optimizer)
             net.backward(comm.rank, step)
             if 4 <= step < 7:
                 net.a.grad = None
+            updates.begin(optimizer)
             optimizer.step()
             updates.exchange(optimizer)
             path.append(net.a.detach().clone())

@@ -47,3 +47,28 @@ def test_a_rate_that_becomes_0_is_warned_of_once_if_residuals_change_weights(rat
     simulate(2, rank)
     assert len(caplog.records) == (warns and have_residuals)
     assert all("a parameter group has become 0" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["11", "11"], ""),
+        (["10", "10"], ""),
+        (["11", "10", "11"], "Rank 1 has no gradient of 'b' in a step"),
+        (["01", "11"], "Rank 0 has no gradient of 'a' in a step"),
+        (["00", "11"], ""),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_only_some_ranks_have_is_warned_of_once(flags, named, caplog):
+    """A rank without any gradient has left its batch out."""
+
+    def rank(comm):
+        compared = Rates(comm, [torch.optim.SGD([torch.ones(1)], 0.1)], torch.device("cpu"))
+        for has_gradient in (None, flags[comm.rank], flags[comm.rank], "11"):
+            compared.compare(has_gradient and {name: x == "1" for name, x in zip("ab", has_gradient, strict=True)})
+            compared.are_due(1)
+
+    caplog.set_level(logging.WARNING)
+    simulate(len(flags), rank)
+    assert [named in record.message for record in caplog.records] == [True] * bool(named)

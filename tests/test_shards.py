@@ -93,6 +93,35 @@ def test_the_state_of_a_replica_is_joined_from_the_files_of_its_ranks():
         joined([part(0, 5)], {"v": ([0, 0], [5, 2])})
 
 
+def test_no_more_files_are_read_than_a_shard_needs():
+    """The elements of `bias` are not sharded: each file has them all, and they do not count twice."""
+    whole, bias, places = torch.arange(12.0), torch.ones(40), [([first], [3]) for first in range(0, 12, 3)]
+    read = []
+
+    def parts(order: list[int]) -> Any:
+        for number in order:
+            read.append(number)
+            of_params = {"w": block(whole, places[number]), "bias": bias}
+            yield {
+                "replica": 0,
+                "replicas": 2,
+                "places": {"w": places[number], "bias": ([0], [40])},
+                "elements": {"residual": of_params},
+                "optimizers": {},
+            }
+
+    for order, place, needed in (
+        ([2, 3, 1, 0], ([6], [3]), 1),
+        ([1, 0, 2, 3], ([2], [4]), 2),
+        ([0, 3], ([12], [0]), 1),
+    ):
+        read.clear()
+        state = joined(parts(order), {"w": place, "bias": ([0], [40])})
+        assert torch.equal(state["elements"]["residual"]["w"], block(whole, place))
+        assert torch.equal(state["elements"]["residual"]["bias"], bias)
+        assert read == order[:needed]
+
+
 PARTS = [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 

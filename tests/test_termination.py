@@ -100,6 +100,18 @@ def test_who_does_not_finish_is_not_waited_for(pair, monkeypatch):
     assert first.finish()
 
 
+def test_a_rank_that_comes_too_late_hears_of_the_request(pair, monkeypatch):
+    """It decides as the rank that has not waited for it: each ends because of the request."""
+    monkeypatch.setattr(termination, "FINISH_SECONDS", 0.2)
+    first, second = pair
+    first.request()
+    assert first.finish()
+    second._watch()
+    assert second.finish()
+    for rank in pair:
+        rank.wait_for_peers()  # it returns at once: the ranks have not met
+
+
 @pytest.fixture
 def of_rank_0_and_1(monkeypatch):
     monkeypatch.setattr(termination, "Worker", Mock())

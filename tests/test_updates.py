@@ -600,11 +600,11 @@ def test_a_parameter_that_is_frozen_rests_and_goes_on_later(name, every, kind):
         for step in range(4 * every * 3):
             frozen = step // (4 * every) == 1
             net.a.requires_grad_(not frozen)
-            if step % every == 0:
-                updates.begin(optimizer)
             net.backward(comm.rank, step)
             if frozen:
                 net.a.grad = None
+            if step % every == 0:
+                updates.begin(optimizer)
             optimizer.step()
             if (step + 1) % every == 0:
                 updates.exchange(optimizer)
@@ -620,6 +620,33 @@ def test_a_parameter_that_is_frozen_rests_and_goes_on_later(name, every, kind):
     assert all(torch.equal(path[3], frozen) for frozen in path[4:8])
     assert not torch.equal(path[3], path[8])
     assert torch.equal(end, other)
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(1, "none"), (2, "none"), (1, "next_step")])
+def test_a_parameter_that_is_frozen_after_backward_is_stepped_and_exchanged(every, overlap):
+    """Torch's optimizers step it, as it has a gradient: in a GAN whose optimizers step after both backward passes."""
+
+    def rank(comm: Comm, freezes: bool) -> Tensor:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        made = replace(method("topk", density=0.1), update_rule=UpdateRule().changed(every, overlap))
+        reducer = Reducer(made, comm, granularity="model", exchanged="update")
+        updates = DeltaExchange(reducer, net, [optimizer])
+        for step in range(8):
+            net.backward(comm.rank, step)
+            net.a.requires_grad_(not freezes)
+            if step % every == 0:
+                updates.begin(optimizer)
+            optimizer.step()
+            if (step + 1) % every == 0:
+                updates.exchange(optimizer)
+            net.a.requires_grad_(True)
+        updates.complete()
+        return weights(net)
+
+    frozen, trained = ([*simulate(2, partial(rank, freezes=freezes))] for freezes in (True, False))
+    assert torch.equal(frozen[0], frozen[1])
+    assert torch.equal(frozen[0], trained[0])
 
 
 def test_what_all_ranks_do_to_their_weights_stays_done():
@@ -736,12 +763,13 @@ def test_what_a_module_changes_of_frozen_parameters_itself_is_left_alone(name, e
         for step in range(24):
             frozen = 6 <= step < 18
             net.a.requires_grad_(not frozen)
-            if step % every == 0:
-                updates.begin(optimizer)
             net.backward(comm.rank, step)
-            own = net.a.detach().clone()
             if frozen:
                 net.a.grad = None
+            if step % every == 0:
+                updates.begin(optimizer)
+            own = net.a.detach().clone()
+            if frozen:
                 with torch.no_grad():
                     own = net.a.lerp_(net.c.flatten()[0], 0.1).clone()
             optimizer.step()
@@ -795,3 +823,15 @@ def test_a_parameter_without_a_shape_is_an_error():
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet: run one batch through the model"):
         exchanged_parameters(model, [torch.optim.SGD(model.parameters(), 0.1)])
+
+
+def test_a_parameter_may_occur_twice_in_one_optimizer():
+    """Tied weights do, and torch warns of them only."""
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = ADAMW([*model.parameters(), model.weight])
+    params, of, _ = exchanged_parameters(model, [optimizer])
+    assert [*params] == ["weight", "bias"]
+    assert {*of.values()} == {optimizer}
+    with pytest.raises(ValueError, match="'weight' belongs to two optimizers"):
+        exchanged_parameters(model, [optimizer, ADAMW([model.weight])])

@@ -152,6 +152,20 @@ def test_parameters_may_be_frozen():
     assert both(2, Net(), change) == [[False, True, False, True, True, True]] * 2
 
 
+def test_a_parameter_may_change_its_group():
+    """The group has another learning rate and another weight decay. Then groups are joined."""
+
+    def change(training, step):
+        first, second = training.optimizer.param_groups[:2] if step < 5 else (None, None)
+        if step == 2:
+            second["params"].append(first["params"].pop())
+        if step == 4:
+            first["params"] += second["params"]
+            del training.optimizer.param_groups[1]
+
+    assert both(2, Net(), change) == [[False, True, False, True, False, True]] * 2
+
+
 def halve(param):
     param.grad.mul_(0.5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -45,7 +46,15 @@ class Comm(abc.ABC):
         self.sent_bytes = 0
         self.seconds = 0.0
         self.statuses: dict[torch.device, Tensor] = {}
-        self._begun = self._calls = 0  # collectives that the host has started and completed
+        self._counts = Counter[str]()  # collectives that the host has started and completed
+
+    @property
+    def _begun(self) -> int:
+        return self._counts["begun"]
+
+    @property
+    def _calls(self) -> int:
+        return self._counts["done"]
 
     @property
     def is_first(self) -> bool:
@@ -159,12 +168,12 @@ class Comm(abc.ABC):
         return self._timed(nbytes, self._all_to_all_v, x, send, receive)
 
     def _timed(self, nbytes: int, collective: Callable[..., T], *args: Any) -> T:
-        self._begun += 1
+        self._counts["begun"] += 1
         start = time.perf_counter()
         result = collective(*args)
         self.seconds += time.perf_counter() - start
         self.sent_bytes += nbytes
-        self._calls += 1
+        self._counts["done"] += 1
         return result
 
     def _direct_all_gather(self, x: Tensor) -> Tensor:

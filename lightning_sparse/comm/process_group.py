@@ -77,6 +77,7 @@ class ProcessGroupComm(Comm):
         everyone = ProcessGroupComm(None, self.store)
         if self.peers.has_parts:  # they are all ranks
             everyone.use(everyone.group, self.peers)
+            everyone._counts = self._counts  # a rank that ends reports them to its part
         return everyone
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +80,28 @@ class BoundedStore:
         except dist.DistError as error:
             self._gone = type(error), str(error)
             raise
+
+
+def meet(store: BoundedStore, key: str, rank: int, size: int, text: str, seconds: float) -> list[str] | None:
+    """Wait for all ranks; return their texts by rank, or None if one is late. The result is equal on all ranks.
+
+    Args:
+        store: the store.
+        key: start of the keys of this meeting. No other meeting uses it.
+        rank: this rank.
+        size: number of ranks.
+        text: text of this rank.
+        seconds: time to wait for the other ranks.
+    """
+    with contextlib.suppress(StoreTimeout, dist.DistError):
+        store.set(f"{key}/{rank}", text)
+        keys = [f"{key}/{each}" for each in range(size)]
+        here = store.has_within(seconds, keys)
+        # The first rank decides for all, because a rank may arrive just when another stops waiting.
+        store.compare_set(f"{key}/decision", "", "together" if here else "alone")
+        if store.get(f"{key}/decision") == b"together":
+            return [store.get(each).decode() for each in keys]
+    return None
 
 
 def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], None]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.peers import ANSWER_SECONDS
-from lightning_sparse.comm.store import BoundedStore, StoreTimeout
+from lightning_sparse.comm.store import BoundedStore, StoreTimeout, meet
 from lightning_sparse.comm.worker import Worker
 
 AGREE_SECONDS = 10.0
@@ -52,51 +52,6 @@ class _Place(NamedTuple):
     own: str
 
 
-class _Finish:
-    """Tells all ranks that a rank has finished a training, and lets rank 0's process, which hosts the store, end last.
-
-    Args:
-        store: the store.
-        place: this rank, and the keys in the store.
-
-    Attributes:
-        all_ranks: whether all ranks have finished the present training.
-    """
-
-    def __init__(self, store: BoundedStore, place: _Place) -> None:
-        self._store, self._place = store, place
-        self._trainings = 0  # a learning rate finder runs one before the main training
-        self.all_ranks = False
-
-    def reasons(self, own: str) -> list[str] | None:
-        """Exchange the reasons to end with all ranks; return None if a rank does not finish in time.
-
-        Args:
-            own: this rank's reason; "" without one.
-        """
-        self._trainings += 1
-        end = f"/finished/{self._trainings}"
-        keys = [key + end for key in self._place.ranks]
-        with contextlib.suppress(StoreTimeout, dist.DistError):
-            self._store.set(self._place.own + end, own)
-            if self._store.has_within(FINISH_SECONDS, keys):
-                reasons = [self._store.get(key).decode() for key in keys]
-                self.all_ranks = True
-                return reasons
-        return None
-
-    def wait(self) -> None:
-        """Wait on rank 0 until all other ranks have called this, if all have finished training."""
-        if not self.all_ranks:
-            return
-        with contextlib.suppress(StoreTimeout, dist.DistError):
-            if self._place.rank == 0:
-                others = [key for key in self._place.ranks if key != self._place.own]
-                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in others])
-            else:
-                self._store.set(self._place.own + "/left", "")
-
-
 class Termination:
     """One rank's side of the agreement on a last batch.
 
@@ -115,7 +70,8 @@ class Termination:
         self._store = BoundedStore(store, ANSWER_SECONDS)
         keys = [f"{request}/{member}" for member in range(len(ranks))]
         self._place = _Place(ranks[rank], request, keys, keys[rank])
-        self._finish = _Finish(self._store, self._place)
+        self._trainings = 0  # a learning rate finder runs one before the main training
+        self._all_finished = False  # whether all ranks have finished the present training
         self._begun = (0, 0)  # batches of training, and batches of validation since then
         self._frozen_at: tuple[int, int] | None = None  # `_begun` when this rank learned of the request
         self._last_begun: tuple[int, int] | None = None  # the maximum of `_frozen_at` over all ranks
@@ -139,7 +95,7 @@ class Termination:
         with self._lock:
             training, validations = self._begun
             self._begun = (training, validations + 1) if validation else (training + 1, 0)
-            self._finish.all_ranks = False
+            self._all_finished = False
             if self._frozen_at is None:
                 return False
         if self._last_begun is None:
@@ -147,10 +103,14 @@ class Termination:
         return self._begun > self._last_begun
 
     def finish(self) -> bool:
-        """Return, after the last batch, whether a rank was asked to end; equal on all ranks that call it in time."""
-        reasons = self._finish.reasons(self.reason if self.requested else "")
+        """Return, after the last batch, whether a rank was asked to end; equal on all ranks if all call it in time."""
+        self._trainings += 1
+        own, place = self.reason if self.requested else "", self._place
+        key = f"{place.request}/finished/{self._trainings}"
+        reasons = meet(self._store, key, place.ranks.index(place.own), len(place.ranks), own, FINISH_SECONDS)
         if reasons is None:
-            return self.requested
+            return bool(self.reason)
+        self._all_finished = True
         self.reason = next(filter(None, reasons), "")
         return bool(self.reason)
 
@@ -164,7 +124,14 @@ class Termination:
 
         If the store were gone while a rank still calls it, torch would print a stack trace there.
         """
-        self._finish.wait()
+        if not self._all_finished:
+            return
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            if self._place.rank == 0:
+                others = [key for key in self._place.ranks if key != self._place.own]
+                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in others])
+            else:
+                self._store.set(self._place.own + "/left", "")
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # keep the thread alive, because other ranks wait for its entry

@@ -127,10 +127,11 @@ FEW = 8
 
 
 class EqualUpdateCheck:
-    """Warns on rank 0 if all ranks make the same update of a parameter in the second exchange of an optimizer.
+    """Warns on rank 0 if all ranks make the same update of a parameter.
 
-    Adam's first step contains only the signs of gradients, which may be equal. Torch's optimizers are not checked: they
-    exchange nothing, and their own exchange may overlap backward on some ranks.
+    Torch's optimizers exchange nothing themselves, so ranks compare their gradients, in the first exchange, which does
+    not overlap backward. Other optimizers may exchange gradients or updates in their steps, so ranks compare the
+    changed weights, in the second exchange. Adam's first step contains only the signs of gradients, which may be equal.
     """
 
     def __init__(self) -> None:
@@ -146,14 +147,20 @@ class EqualUpdateCheck:
             changes: returns the weights before and after the step, and the gradients, by name.
         """
         self._exchanges[optimizer] += 1
-        if self._exchanges[optimizer] != 2 or _is_torchs(optimizer):
+        of_gradients = _is_torchs(optimizer)
+        if self._exchanges[optimizer] != (1 if of_gradients else 2):
             return None
         rows = []
         for each in (found := changes()).values():
+            if each[-1].layout is not torch.strided:  # of an embedding, perhaps on some ranks only
+                rows.append([0, 0])
+                continue
             before, after, grad = (x.flatten()[:: max(1, x.numel() // SAMPLE)].cpu() for x in each)
-            stepped = (before != after) & (grad != 0)  # weight decay alone changes elements equally
-            digest = zlib.crc32(as_bytes(torch.where(stepped, after, 0)).numpy().data)
-            rows.append([digest, int(stepped.sum()) >= FEWEST])
+            compared = grad if of_gradients else after
+            # Weight decay alone changes elements equally. After an overflow, all elements may be NaN.
+            chosen = (grad != 0) & (grad.isfinite() if of_gradients else before != after)
+            digest = zlib.crc32(as_bytes(torch.where(chosen, compared, 0)).numpy().data)
+            rows.append([digest, int(chosen.sum()) >= FEWEST])
         return partial(self._compare, optimizer, [*found], rows)
 
     def _compare(
@@ -166,11 +173,13 @@ class EqualUpdateCheck:
             found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
         equal = ((found == found[0]).all(0).all(1) & (found[0, :, 1] > 0)).tolist()
         if comm.is_first and any(equal):
+            harm = f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost"
+            if _is_torchs(optimizer):
+                harm = "your code averages gradients among ranks, steps become too large"
             log.warning(
                 f"All ranks have made the same update of {listed([*map(repr, itertools.compress(names, equal))])}. If "
                 f"they have the same batches, give each rank its part of the data, as DistributedSampler does. If "
-                f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost: let ranks exchange "
-                f"gradients instead, by exchange='gradient' of the strategy or by attach."
+                f"{harm}: let ranks exchange gradients instead, by exchange='gradient' of the strategy or by attach."
             )
 
 

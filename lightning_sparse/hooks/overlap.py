@@ -57,7 +57,7 @@ class _Part:
     def step(self, optimizer: Optimizer) -> None:
         """Take this segment's part of the optimizer's step."""
         self.optimizer.state = optimizer.state
-        chosen = zip(optimizer.param_groups, self.groups, strict=False)  # a new group has no parameter of this segment
+        chosen = zip(optimizer.param_groups, self.groups, strict=True)
         self.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
         step_without_hooks(self.optimizer)
 
@@ -70,6 +70,7 @@ class _Plan:
         parts: the segments in the layout's order.
         index: parameter to the index of its part.
         trained: the parameters, each with whether it requires a gradient.
+        groups: the ids of the parameters in each parameter group of the optimizer.
         hooks: the hooks on their gradients.
         allowed: whether segments may be stepped within backward; None before the first pass has ended.
     """
@@ -77,6 +78,7 @@ class _Plan:
     parts: list[_Part]
     index: dict[Tensor, int]
     trained: list[tuple[Tensor, bool]]
+    groups: list[list[int]]
     hooks: list[Any] = field(default_factory=list)
     allowed: bool | None = None
 
@@ -131,7 +133,7 @@ class BackwardOverlap:
         self._updates, self._optimizer, self._prepare, self._speaks = updates, optimizer, prepare, speaks
         self._stream = updates.stream
         self.has_begun = self.in_closure = False
-        self._plan = _Plan([], {}, [])
+        self._plan = _Plan([], {}, [], [])
         self._pass: _Pass | None = None
         self._on_modules: Any = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
@@ -211,13 +213,18 @@ class BackwardOverlap:
         index = {param: number for number, part in enumerate(parts) for param in part.params}
         trained = [(param, param.requires_grad) for param in index]
         hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param, used in trained if used]
-        return _Plan(parts, index, trained, hooks)
+        return _Plan(parts, index, trained, self._groups, hooks)
 
     def _is_as_planned(self) -> bool:
-        """Return whether the plan has the same parameters and the same frozen ones."""
+        """Return whether the plan has the same parameters, the same frozen ones and the same groups."""
         plan, params = self._plan, self._updates.parameters.values()
         same = len(plan.index) == len(params) and all(param in plan.index for param in params)
+        same = same and self._groups == plan.groups
         return same and all(param.requires_grad == trained for param, trained in plan.trained)
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self._optimizer.param_groups]
 
     def _stop_watching(self) -> _Pass | None:
         backward, self._pass = self._pass, None

@@ -1,11 +1,11 @@
-"""Checks of learning rates during training: they are equal on all ranks, and none becomes 0 to freeze parameters."""
+"""Checks during training: learning rates are equal on all ranks and not 0, and all ranks have the same gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from lightning_sparse.kernels.launch import to_device
 log = logging.getLogger(__name__)
 
 PERIOD = 100
-"""Number of steps between comparisons. Each comparison sends 16 bytes and costs the latency of the link."""
+"""Number of steps between comparisons. Each sends 16 bytes, for updates 8 more per parameter, and costs the latency of
+the link."""
 
 
 class Rates:
     """Warns once, on rank 0, if learning rates differ among ranks. Those of a `ReduceLROnPlateau` may differ.
+
+    It also warns once if a parameter has a gradient on some ranks only.
 
     Args:
         comm: the connection to the other ranks, which must be idle when `compare` is called.
@@ -37,21 +40,29 @@ class Rates:
         self._comm, self._optimizers, self._device = comm, optimizers, device
         self._warns_of_zero, self._earlier = have_residuals, list[float]()
         self._steps = 0  # since the last comparison
+        self._names = list[str]()  # parameters of the last comparison
+        self._warns_of_missing = True
         self._answer: Callable[[], list[Any]] | None = None  # result of the last comparison, fetched without waiting
 
     def are_due(self, steps: int) -> bool:
         """Count steps, warn if the last comparison found a difference, and return whether to call `compare`."""
         if self._answer is not None:
-            digests, rates = zip(*self._answer(), strict=True)
+            digests, rates, *used = zip(*self._answer(), strict=True)
             self._answer = None
             if len({*digests}) > 1:
                 self._optimizers = ()
                 self._warn(rates)
+            self._look_for_missing(used)
         self._steps += steps
         return self._steps >= PERIOD
 
-    def compare(self) -> None:
-        """Begin a comparison. All ranks call it together, the first time before training."""
+    def compare(self, has_gradient: Mapping[str, bool] | None = None) -> None:
+        """Begin a comparison. All ranks call it together, the first time before training.
+
+        Args:
+            has_gradient: for each parameter whose updates are exchanged, whether it has a gradient; the same names in
+                the same order on all ranks.
+        """
         self._steps = 0
         if not self._optimizers:
             return
@@ -61,10 +72,34 @@ class Rates:
             self._warns_of_zero = False
             self._warn_of_zero()
         self._earlier = rates
-        own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan]
+        self._names = [*(has_gradient or {})]
+        flags = map(float, (has_gradient or {}).values())
+        own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan, *flags]
         with self._comm.uncounted():
             every = self._comm.all_gather(to_device(torch.tensor(own, dtype=torch.float64, device="cpu"), self._device))
         self._answer = self._comm.to_host_async(every)
+
+    def _look_for_missing(self, used: Sequence[Sequence[float]]) -> None:
+        """Warn if a parameter has a gradient on some ranks only.
+
+        Args:
+            used: for each parameter of the last comparison, 1 or 0 by rank: whether it had a gradient.
+        """
+        # A rank without any gradient has left its batch out, as by a training_step that returns None.
+        ranks = [rank for rank in range(self._comm.size) if any(flags[rank] for flags in used)]
+        odd = [i for i, flags in enumerate(used) if len({flags[rank] for rank in ranks}) > 1]
+        if not odd or not self._warns_of_missing:
+            return
+        self._warns_of_missing = False
+        if self._comm.rank == 0:
+            lacking = next(rank for rank in ranks if not used[odd[0]][rank])
+            log.warning(
+                f"Rank {self._comm.ranks[lacking]} has no gradient of {self._names[odd[0]]!r} in a step, and other "
+                f"ranks have one. The mean of their updates counts it as no change, so such parameters learn more "
+                f"slowly than with ddp; {len(odd)} of {len(used)} had gradients on some ranks only. Give all ranks a "
+                f"gradient, as by adding 0 * parameter.sum() to the loss; or exchange gradients, by "
+                f"strategy='int4_ddp_find_unused_parameters_true' or attach."
+            )
 
     def _warn_of_zero(self) -> None:
         if self._comm.rank == 0:

@@ -335,6 +335,7 @@ class Session:
         if not self.is_closed:
             self._explain(error, self.comm.diagnose)
             self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+            error._lightning_sparse_reported = True  # type: ignore[attr-defined]  # `_refuse` would count a handshake
 
     def fail_in_model(self, error: BaseException) -> None:
         """Report that a connection broke in a collective of the model, as FSDP2 has them; ignore other errors.
@@ -357,14 +358,14 @@ class Session:
         """Tell the other ranks that this one makes no further calls. Ranks that still wait for it will fail."""
         self.comm.mark_done(
             f"Rank {self.comm.ranks[self.comm.rank]} has ended training after {self.reducer.step} steps, while other "
-            f"ranks go on. Look for an error in its output, or give all ranks the same number of batches."
+            f"ranks go on. Look for an error in its output, or give all ranks the same number of batches and of steps."
         )
 
     def pause(self) -> None:
         """Tell the other ranks that this one waits for them outside of a step. A rank that continues gets an error."""
         self.comm.mark_pause(
             f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
-            f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches."
+            f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches and of steps."
         )
 
     def outside(self) -> ProcessGroupComm:

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from lightning_sparse._compat import (
     backend_name,
     has_step_hooks,
     have_hooks_called,
+    ignored_by_ddp,
     initializes_state,
     register_first,
     step_depth,
@@ -100,14 +101,14 @@ class _Buffers:
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
         at_start = broadcast_buffers or forward_sync_buffers is not None
-        self.at_start: dict[str, Tensor] = dict(model.named_buffers()) if at_start else {}
+        self.at_start: dict[str, Tensor] = _shared(model, model.named_buffers()) if at_start else {}
         self._kinds = self._now = _kinds(self())  # at the start, and in the last exchange
 
     def __call__(self) -> dict[str, Tensor]:
         """Return the buffers to broadcast after each exchange, by name."""
         # Look them up each time, because a module may replace the tensor of a buffer.
         model = self._model()
-        return {} if model is None else dict(model.named_buffers())
+        return {} if model is None else _shared(model, model.named_buffers())
 
     def digest(self) -> int:
         """Return a number that depends on the shapes and dtypes of the buffers; a broadcast needs equal ones."""
@@ -125,6 +126,12 @@ class _Buffers:
                 f"start. Make buffers before training, with equal shapes on all ranks, and keep a cache in a plain "
                 f"attribute.",
             )
+
+
+def _shared(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return named parameters or buffers without the names that DistributedDataParallel is to ignore."""
+    ignored = ignored_by_ddp(model)
+    return {name: x for name, x in named if name.replace("_orig_mod.", "") not in ignored}
 
 
 def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -211,7 +218,7 @@ class UpdateExchanger(Exchanger):
             self._broadcast_weights()
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, self._end_by, session.free_device)
-            self.updates = DeltaExchange(session.reducer, model, optimizers, buffers, worker)
+            self.updates = DeltaExchange(session.reducer, model, optimizers, worker)
         except BaseException as error:  # for example, too little memory for a copy of the weights
             session.fail(error)
             self._unattached.close()
@@ -225,7 +232,7 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         ids = self.updates.ids
-        others = {name: param for name, param in model.named_parameters() if id(param) not in ids}
+        others = {name: x for name, x in _shared(model, model.named_parameters()).items() if id(x) not in ids}
         untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
@@ -267,7 +274,7 @@ class UpdateExchanger(Exchanger):
     def _broadcast_weights(self) -> None:
         if (model := self._unattached.model) is not None:
             reshard(model)
-            named = {**dict(model.named_parameters()), **self._buffers.at_start}
+            named = {**_shared(model, model.named_parameters()), **self._buffers.at_start}
             tensors = [local(x).detach() for x in named.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
@@ -375,7 +382,7 @@ class UpdateExchanger(Exchanger):
                 broadcast(self.comm, given, self._session.device)
             if self._rates.are_due(self._rule.local_steps):
                 self.updates.wait()
-                self._rates.compare()
+                self._rates.compare({name: x.grad is not None for name, x in self.updates.parameters.items()})
 
         self._during(exchange)
 
@@ -386,11 +393,13 @@ class UpdateExchanger(Exchanger):
 
     def _during(self, exchange: Callable[[], None]) -> None:
         """Run `exchange`, record its failure, and measure how long training waits."""
-        self._begin_exchange()
+        if self._overlap is None or not self._overlap.has_begun:  # otherwise it began within backward
+            self._begin_exchange()
         self._checks.untracked.look()
         started = time.perf_counter()
         try:
             exchange()
+            self.raise_known_failure()
         except Exception as error:
             self._failed(error)
             if self._session.error is not error:  # that error has freed the device, and names the cause
@@ -475,7 +484,8 @@ class UpdateExchanger(Exchanger):
         if model is None:
             return
         ids = self.updates.ids
-        others = [local(x).detach() for x in model.parameters() if not (x.requires_grad and id(x) in ids)]
+        params = _shared(model, model.named_parameters()).values()
+        others = [local(x).detach() for x in params if not (x.requires_grad and id(x) in ids)]
         others += [local(x).detach() for x in self._buffers().values()]
         if others:
             self._during(lambda: broadcast_differing(self._session.outside(), others, self._session.device))
@@ -547,6 +557,11 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
                 f"{name} {RECOMPUTES}, so an exchange of updates does not change its weights for good. Exchange "
                 f"gradients, by {GRADIENTS}; or use another optimizer, such as AdamW."
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError(
+                f"{name} {LAZY}, so a mean over ranks would make its steps too small. Set sparse=False of the "
+                f"embedding and use AdamW, whose updates are exchanged; or train with strategy='ddp'."
+            )
         if is_zero(optimizer):
             raise ValueError(
                 f"{name} broadcasts each rank's part of the step to all ranks, so all ranks make "
@@ -605,6 +620,8 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
     return callable(getattr(optimizer, "eval", None))
 
 
+LAZY = "steps only rows that have a gradient, and by their own moments"
+"""The reason of SparseAdam."""
 RECOMPUTES = "computes weights from the first ones and the sum of all gradients"
 """The reason of optimizers whose steps do not start from the present weights."""
 

@@ -311,7 +311,8 @@ class AutoStrategy:
     # Checkpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoint[KEY] = self.choice
+        if self._auto.tuner.is_settled:  # otherwise a run that resumes chooses anew
+            checkpoint[KEY] = self.choice
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _warn_of_lost_residuals(self, path: Any) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse._compat import has_step_hooks
 from lightning_sparse.hooks.update_exchange import (
+    LAZY,
     RECOMPUTES,
     evaluates_other_weights,
     inner_of,
@@ -37,6 +38,7 @@ REMEDIES = {
     SHARED: "use an optimizer for one rank",
     UNHOOKED: "let its constructor call torch's",
     RECOMPUTES: "use another one, such as AdamW",
+    LAZY: "use AdamW, with sparse=False of the embedding",
 }
 
 
@@ -52,6 +54,8 @@ def reason_against_updates(optimizer: Optimizer) -> str | None:
         return UNHOOKED
     if shares_steps(optimizer):
         return SHARED
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return LAZY
     return RECOMPUTES if recomputes_weights(optimizer) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
@@ -53,6 +55,7 @@ class GradientTraining(Training):
         self.optimizers: list[Optimizer] = optimizers
         self._own_scaler: torch.amp.GradScaler | None = None  # the model's, after its first scaled loss
         self._has_stepped = False
+        self._seen = weakref.WeakSet[Optimizer]()  # optimizers that Lightning does not know
         self._reductions = 0  # number of reduced steps before the present backward pass
         self._model_name = type(ddp.module).__name__
         scaler = strategy.scaler
@@ -64,6 +67,7 @@ class GradientTraining(Training):
             from_rank_0=initial_states(ddp, ddp_options(strategy)),
             optimizers=optimizers,
         )
+        self._step_hook = register_optimizer_step_pre_hook(self._before_any_step)
 
     @property
     def _sends_few(self) -> bool:
@@ -73,6 +77,16 @@ class GradientTraining(Training):
     def begin(self) -> None:
         wrap("scale", self._scaled_loss)
         self._warn_of_optimizers()
+
+    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Warn, at its first step, of an optimizer that Lightning does not know. Manual optimization allows such."""
+        if optimizer in self.optimizers or optimizer in self._seen or self._strategy.global_rank:
+            return
+        self._seen.add(optimizer)
+        known = {*map(id, parameters_of(self.optimizers))}
+        others = {id(param) for param in self.exchanger.params.values()} - known
+        if self._sends_few and any(id(param) in others for param in parameters_of([optimizer])):
+            warn_of_sparse_gradients([optimizer])
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer of the model; ValueError if it is not supported."""
@@ -84,12 +98,14 @@ class GradientTraining(Training):
     def _warn_of_optimizers(self) -> None:
         """Warn on rank 0 of optimizers that do not go with the method."""
         if self._strategy.global_rank == 0:
+            optimizers = [each for each in self.optimizers if each.param_groups]  # Lightning's stand-in has none
             if self._sends_few:
-                warn_of_sparse_gradients(self.optimizers)
-            warn_of_two_momenta(self.optimizers, self._method)
+                warn_of_sparse_gradients(optimizers)
+            warn_of_two_momenta(optimizers, self._method)
 
     def close(self) -> None:
         unwrap("scale", self._scaled_loss)
+        self._step_hook.remove()
         super().close()
 
     def _scaled_loss(self, scale: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -102,6 +118,11 @@ class GradientTraining(Training):
         if scaler in (self._strategy.scaler, self._own_scaler):
             return
         module = self._model_name
+        if len(getattr(self._strategy, "_trainings", ())) > 1:
+            raise self.failed(
+                "Several models train, and a GradScaler of your own scales a loss: it is not known whose. "
+                "Set precision='16-mixed' of Fabric in its place, or exchange='update' of the strategy."
+            )
         if self._strategy.scaler is not None or self._own_scaler is not None:
             where = "besides Lightning's" if self._own_scaler is None else "besides another one"
             raise self.failed(

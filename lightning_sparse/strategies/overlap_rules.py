@@ -47,7 +47,7 @@ def overlap_blocker(
     owners: list[tuple[Any, Any, tuple[str, ...]]] = [(module, lightning.LightningModule, (*HOOKS, *OF_MODULES))]
     owners += [(callback, lightning.Callback, HOOKS) for callback in trainer.callbacks]
     blockers += [
-        (is_overridden(name, owner, base), f"{type(owner).__name__}.{name} comes first")
+        (_overrides(owner, base, name), f"{type(owner).__name__}.{name} comes first")
         for owner, base, names in owners
         for name in names
     ]
@@ -56,3 +56,11 @@ def overlap_blocker(
         known = type(part).__module__.startswith(("torch.optim.", "pytorch_lightning.", "lightning."))
         blockers.append((not known, f"{type(part).__name__} may look at all gradients"))
     return next((text for applies, text in blockers if applies), "")
+
+
+def _overrides(owner: Any, base: Any, name: str) -> bool:
+    """Return whether an object has its own method in place of its base's."""
+    try:
+        return bool(is_overridden(name, owner, base))
+    except AttributeError:  # a callable object, such as one that LambdaCallback got, has no code
+        return True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.process_group import default_store
-from lightning_sparse.comm.store import BoundedStore, StoreTimeout
+from lightning_sparse.comm.store import BoundedStore, meet
 
 MEET_SECONDS = 5.0
 """Seconds to wait for the other ranks. Ranks that are in a step learn of an error sooner."""
@@ -31,23 +31,22 @@ class Rendezvous:
         Rendezvous._fits += 1
         self._calls, self._alone = 0, False
 
-    def all_ranks_present(self) -> bool:
-        """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks."""
+    def all_ranks_present(self, place: str = "after an error") -> bool:
+        """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks.
+
+        Args:
+            place: the place of the collective in a fit. Ranks in other places do not meet.
+        """
         if dist.get_world_size() == 1:
             return True
         if not self._alone:
             self._calls += 1
-            self._alone = not self._meet(f"lightning_sparse/meeting/{self._fits}/{self._calls}")
+            self._alone = not self._meet(f"lightning_sparse/meeting/{self._fits}/{place}/{self._calls}")
         return not self._alone
 
     @staticmethod
     def _meet(key: str) -> bool:
-        with contextlib.suppress(StoreTimeout, dist.DistError, RankFailure):
+        with contextlib.suppress(RankFailure):
             store = BoundedStore(default_store(), ANSWER_SECONDS)
-            store.set(f"{key}/{dist.get_rank()}", "")
-            keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-            here = store.has_within(MEET_SECONDS, keys)
-            # The first rank decides for all, because a rank may arrive just when another stops waiting.
-            store.compare_set(f"{key}/decision", "", "together" if here else "alone")
-            return store.get(f"{key}/decision") == b"together"
+            return meet(store, key, dist.get_rank(), dist.get_world_size(), "", MEET_SECONDS) is not None
         return False

@@ -84,7 +84,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     def on_train_end(self) -> None:
         # If this rank alone ends training, others wait for it in a step, and would not join a collective.
-        if self._checkpoints.has_saved and self._rendezvous.all_ranks_present():
+        if self._checkpoints.has_saved and self._rendezvous.all_ranks_present("end"):
             self._checkpoints.end_training()
         super().on_train_end()
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.strategies.overlap_rules import overlap_blocker
+from lightning_sparse.strategies.saves import writes_at_once
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ class TrainerUpdates(UpdateTraining):
             with contextlib.suppress(RankFailure) if self._strategy.interrupted else contextlib.nullcontext():
                 exchanger.exchange_pending(write)
         state = state_dict()
+        if not writes_at_once(self._strategy.checkpoint_io):  # an exchange keeps deltas in the weights' memory
+            state = {key: x.to("cpu", copy=True) if isinstance(x, Tensor) else x for key, x in state.items()}
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         for name, param in self._module.named_parameters(remove_duplicate=False):

@@ -43,7 +43,6 @@ class DeltaExchange:
         reducer: a reducer with `exchanged="update"`. It is set up here, unless it has been for the same parameters.
         model: the model; its weights are equal on all ranks.
         optimizers: the optimizers of the model.
-        buffers: with overlap="next_step", returns the buffers to broadcast from rank 0 in each exchange, by name.
         worker: the thread that exchanges in parallel with the training thread; None makes one.
 
     Attributes:
@@ -62,11 +61,10 @@ class DeltaExchange:
         reducer: Reducer,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        buffers: Callable[[], Mapping[str, Tensor]] = dict,
         worker: Worker | None = None,
     ) -> None:
         self._reducer, self._model, self._optimizers = reducer, weakref.ref(model), optimizers
-        self._buffers, self._worker = buffers, worker or Worker()
+        self._worker = worker or Worker()
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, optimizers)
         weights = locals_of(self.parameters)
         if reducer.layout is None:
@@ -75,7 +73,6 @@ class DeltaExchange:
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
         self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
-        self._buffer_copies: dict[str, Tensor] = {}  # copies of buffers, which the pending exchange broadcasts
 
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None
@@ -158,12 +155,12 @@ class DeltaExchange:
         self.refresh_parameters()
         self._begun.add(optimizer)
         for each in self.of(optimizer):
-            frozen = {name for name in each.segment.names if not self.parameters[name].requires_grad}
+            frozen = {name for name in each.segment.names if _is_frozen(self.parameters[name])}
             if frozen != each.frozen:
                 self._check_trained()
                 self.complete()  # a pending exchange has no update of a frozen parameter
                 if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it differently
-                    self._new += each.frozen - frozen
+                    self._new += [name for name in each.frozen - frozen if self.parameters[name].requires_grad]
             each.frozen = frozen
         self._write_stale()
         for each in self.of(optimizer):
@@ -194,8 +191,10 @@ class DeltaExchange:
     def refresh_parameters(self) -> None:
         """Add parameters that optimizers were given since the last step; call it before each step."""
         model = self._model()
-        present = ids_of_exchanged(self._optimizers)
-        if model is None or present == {*map(id, self.parameters.values())}:
+        if model is None:
+            return
+        present = ids_of_exchanged(model, self._optimizers)
+        if present == {*map(id, self.parameters.values())}:
             return
         self._check_trained()
         if self.is_pending:
@@ -337,15 +336,12 @@ class DeltaExchange:
     # A pending exchange.
 
     def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
-        self._reducer.in_flight = True
-        self._buffer_copies = {name: buffer.clone() for name, buffer in self._buffers().items()}
-        copies, reducer = list(self._buffer_copies.values()), self._reducer
+        reducer = self._reducer
+        reducer.in_flight = True
 
         def finish() -> None:
             for each in pending:
                 reducer.finish(each)
-            if copies:
-                broadcast(reducer.comm, copies, copies[0].device)
 
         self._futures = [self._worker.launch(finish, [x for each in pending for x in each.tensors])]
 
@@ -373,8 +369,8 @@ class DeltaExchange:
         stay in the weights.
 
         Args:
-            write: if False, buffers stay, and the model gets its new weights only before the next step, because
-                backward may need the present ones.
+            write: if False, the model gets its new weights only before the next step, because backward may need the
+                present ones.
         """
         if not self._rule.delayed:
             if write:
@@ -387,12 +383,6 @@ class DeltaExchange:
             self._write_stale()
             for weights, change in kept:
                 weights.sub_(change)
-            # Rank 0's own copies may be older than its buffers, which change while gradients accumulate.
-            present, copies = self._buffers(), {} if self._reducer.comm.is_first else self._buffer_copies
-            self._buffer_copies = {}
-            for name in present.keys() & copies.keys():
-                if present[name].shape == copies[name].shape:
-                    present[name].copy_(copies[name])
         self._reducer.raise_deferred()
 
     def close(self) -> bool:
@@ -413,6 +403,11 @@ class DeltaExchange:
             each.restore_()
         if self._rule.delayed:
             self._reducer.in_flight = True  # its state belongs to no complete step
+
+
+def _is_frozen(param: Tensor) -> bool:
+    """Return whether an optimizer leaves a parameter out. It steps a frozen one that still has a gradient."""
+    return not param.requires_grad and param.grad is None
 
 
 def _groups_of(optimizer: Optimizer) -> dict[int, Any]:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import parameters_by_name
+from lightning_sparse._compat import ignored_by_ddp, parameters_by_name
 from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.shards import (
     AFTER_SHARDING,
@@ -30,6 +30,8 @@ def exchanged_parameters(
 ) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
     """Return the parameters of a model that optimizers step, by name, in registration order.
 
+    Parameters that DistributedDataParallel is to ignore are left out.
+
     Returns:
         The parameters, the optimizer of each, and the number of each one's group for `Layout.of`; all by name.
 
@@ -38,6 +40,7 @@ def exchanged_parameters(
             another parameter.
     """
     names = {id(param): name for name, param in parameters_by_name(model).items()}
+    ignored = ignored_by_ddp(model)
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -45,6 +48,8 @@ def exchanged_parameters(
                 if is_excluded(param):
                     continue
                 name = names.get(id(param))
+                if name in ignored:
+                    continue
                 if is_lazy(param):
                     raise ValueError(
                         f"{name!r} has no shape yet: run one batch through the model before training, as for "
@@ -55,7 +60,7 @@ def exchanged_parameters(
                         f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does "
                         f"not have: give the model whose parameters it steps.{AFTER_SHARDING * is_any_sharded(model)}"
                     )
-                if name in found:
+                if found.get(name, optimizer) is not optimizer:
                     raise ValueError(
                         f"{name!r} belongs to two optimizers: each exchanges what its own step has changed, so the "
                         f"same change would be sent twice. Give each parameter to one optimizer; or let ranks exchange "
@@ -69,9 +74,11 @@ def exchanged_parameters(
     return params, found, {name: order.index(kind) for name, kind in kinds.items()}
 
 
-def ids_of_exchanged(optimizers: Sequence[Optimizer]) -> set[int]:
+def ids_of_exchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[int]:
     """Return the ids of the parameters that optimizers step and ranks exchange."""
-    return {id(param) for param in parameters_of(optimizers) if param.requires_grad or not is_excluded(param)}
+    ignored = ignored_by_ddp(model)
+    left_out = {id(param) for name, param in parameters_by_name(model).items() if name in ignored} if ignored else set()
+    return {id(param) for param in parameters_of(optimizers) if not is_excluded(param)} - left_out
 
 
 def is_excluded(param: Tensor) -> bool:
@@ -102,7 +109,9 @@ def others_settings(
     """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
     params, optimizer_of, _ = exchanged_parameters(model, optimizers)
     ours = {*map(id, params.values())}
-    rest: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if id(param) not in ours}
+    ignored = ignored_by_ddp(model)
+    others = ((name, param) for name, param in parameters_by_name(model).items() if name not in ignored)
+    rest: dict[str, Tensor] = {name: param for name, param in others if id(param) not in ours}
     rest.update(buffers)
     return {
         "optimizers": [

@@ -76,8 +76,9 @@ class UpdateSegment:
     Attributes:
         segment: the given segment.
         optimizer: the given optimizer.
-        frozen: names of parameters that were frozen before the step of their optimizer. Parameters that are still
-            frozen belong to the module, which may change them, as a momentum encoder does. An exchange skips them.
+        frozen: names of parameters that were frozen before the step of their optimizer, and had no gradient.
+            Parameters that are still frozen belong to the module, which may change them, as a momentum encoder does.
+            An exchange skips them.
         weights: the weights from which this rank's next step starts, by name.
         ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
         is_stale: whether the model lacks the agreed weights of a completed exchange.

@@ -9,12 +9,13 @@ import zlib
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from tests.integration.checkpoints import MOMENTUM, At, AtStart, Scored, error_of, fit, misplaced, result, saving
-from tests.integration.trainers import Net, lightning_ranks, same
+from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
 from tests.support.tiers import full, tiers
 
 
@@ -330,3 +331,33 @@ def test_no_sidecar_file_is_lost_when_an_asynchronous_save_fails(tmp_path):
         return misplaced(tmp_path, others=False)
 
     assert lightning_ranks(2, again, patience=300) == [[], []]
+
+
+class Late(TorchCheckpointIO):
+    """Writes a checkpoint after the next step, from the tensors that it was given."""
+
+    def __init__(self):
+        self.kept = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.kept.append(checkpoint["state_dict"])
+
+
+def test_a_writer_that_comes_later_gets_weights_that_no_exchange_changes(tmp_path):
+    """During an exchange of updates, the memory of the weights holds updates."""
+
+    def rank(rank):
+        late, now = Late(), []
+        look = pl.callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, module, *_: now.append(
+                {name: x.clone() for name, x in module.state_dict().items()}
+            )
+        )
+        saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        net = Net(torch.optim.AdamW, lr=0.01)
+        ours = strategy("topk", 0.1, exchange="update")
+        trainer(ours, 2, callbacks=[look, saves], plugins=[late], max_epochs=1).fit(net, Loader(rank, 2))
+        return [same(kept, now[2 * number + 1]) for number, kept in enumerate(late.kept)]
+
+    found, _ = lightning_ranks(2, rank)
+    assert found == [True] * 4

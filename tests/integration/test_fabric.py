@@ -797,6 +797,23 @@ def test_a_gradient_scaler_skips_steps(exchange):
     assert scale == (2.0**7 if exchange == "gradient" else 2.0**8)
 
 
+def test_a_scaler_of_one_of_several_models_is_an_error():
+    """Residuals of the other model would get its loss scale."""
+
+    def run(rank: int) -> list[Any]:
+        fabric = launched(sparse())
+        modules = [net("gradient") for _ in range(2)]
+        models, optimizers = zip(*(fabric.setup(each, each.configure_optimizers()) for each in modules), strict=True)
+        scaler, batch = torch.amp.GradScaler("cpu"), Loader(rank, 2).batches[0]
+        fabric.backward(models[1].training_step(batch, 0))
+        optimizers[1].step()
+        return caught(lambda: scaler.scale(models[0].training_step(batch, 0)).backward())
+
+    for kind, text, _ in lightning_ranks(2, run):
+        assert kind == "RuntimeError"
+        assert "Several models train, and a GradScaler of your own scales a loss: it is not known whose" in text
+
+
 def test_clip_norm_with_a_scaler_points_to_clip_gradients():
     def run(rank: int) -> Any:
         plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))

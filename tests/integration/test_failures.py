@@ -180,7 +180,7 @@ def test_ranks_with_different_step_counts(exchange):
     assert second[:2] == (
         "RankFailure",
         "Rank 0 has ended training after 3 steps, while other ranks go on. Look for an error in its output, or "
-        "give all ranks the same number of batches.",
+        "give all ranks the same number of batches and of steps.",
     )
     assert second[2] < SOON
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import attach, attach_updates, method
+from lightning_sparse import attach, attach_updates, exchange_pending, method
 from lightning_sparse.hooks import UpdateExchanger, misuse
+from lightning_sparse.hooks.update_exchange import LAZY, check_updates
+from lightning_sparse.strategies.fit_checks import reason_for_gradients
 from tests.integration.failing import caught
-from tests.integration.trainers import Lookahead
+from tests.integration.trainers import Lookahead, Messages
 from tests.processes import run_ranks
 from tests.support.tiers import in_full, one_in
 
@@ -389,3 +391,46 @@ def test_frozen_parameters_of_other_dtypes_rest():
     first, second = run_ranks(2, quantized)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], torch.arange(6, dtype=torch.uint8))
+
+
+class WithOwn(nn.Module):
+    """A parameter and a buffer of each rank, which DistributedDataParallel is to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.bias = nn.Parameter(torch.full((4,), float(dist.get_rank())))
+        self.register_buffer("seen", torch.full((2 + dist.get_rank(),), float(dist.get_rank())))
+        self._ddp_params_and_buffers_to_ignore = ["bias", "seen"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.net(x) + self.bias
+
+
+def ignoring(overlap: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    model, messages = WithOwn(), Messages()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    reducer = attach_updates(model, optimizer, density=0.5, overlap=overlap)
+    for number in range(3):
+        gradients(model, number)
+        optimizer.step()
+    exchange_pending(optimizer)
+    return weights(model.net), model.bias.detach(), model.seen, (reducer.step, messages.texts)
+
+
+@pytest.mark.parametrize("overlap", ["none", "next_step"])
+def test_what_ddp_is_to_ignore_is_each_ranks_own(overlap):
+    (one, bias, seen, (steps, texts)), (other, its_bias, its_seen, _) = run_ranks(2, lambda _: ignoring(overlap))
+    assert torch.equal(one, other)
+    assert not torch.equal(bias, its_bias)
+    assert not torch.equal(bias, torch.zeros(4))
+    assert (seen.tolist(), its_seen.tolist()) == ([3.0] * 2, [4.0] * 3)
+    assert (steps, texts) == (3, [])
+
+
+def test_sparse_adam_is_refused():
+    optimizer = torch.optim.SparseAdam(nn.Embedding(4, 2, sparse=True).parameters())
+    with pytest.raises(ValueError, match=r"SparseAdam steps only rows that have a gradient.* Set sparse=False"):
+        check_updates(method("topk"), [optimizer])
+    assert reason_for_gradients(optimizer) == LAZY

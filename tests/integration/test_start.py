@@ -110,9 +110,10 @@ def test_all_start_from_rank_0s(options, equal, exchange):
     assert (first[1], second[1]) == (sent, sent)
 
 
-def test_what_ddp_is_to_ignore_stays():
+@pytest.mark.parametrize("exchange", ["gradient", "update", "stock"])
+def test_what_ddp_is_to_ignore_stays(exchange):
     def run(rank: int) -> Any:
-        return started(rank, rank, "gradient", partial(Different, ignored=True))[0]
+        return started(rank, rank, exchange, partial(Different, ignored=True))[0]
 
     first, second = lightning_ranks(2, run)
     assert [name for name in first if not torch.equal(first[name], second[name])] == ["own"]

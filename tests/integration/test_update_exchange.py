@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -432,6 +433,13 @@ class Looks(pl.Callback):
         """Look at gradients, perhaps."""
 
 
+class Logs:
+    """A callable object, which has no code as a function has."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
 class Own(Net):
     """Looks at gradients, or would."""
 
@@ -449,6 +457,12 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
         (AdamNet, {}, {"scaled": True}, "the gradient scaler looks at all gradients"),
         (AdamNet, {"local_steps": 2}, {}, "there are several steps before"),
         (AdamNet, {}, {"callbacks": [Looks()]}, "Looks.on_before_optimizer_step comes first"),
+        (
+            AdamNet,
+            {},
+            {"callbacks": [pl.callbacks.LambdaCallback(on_after_backward=Logs())]},
+            "LambdaCallback.on_after_backward comes first",
+        ),
         (partial(Own, ADAMW, lr=0.01), {}, {}, "Own.on_after_backward comes first"),
         (Gan, {"exchange": "update"}, {}, "optimization is manual"),
         (lambda: Net(Unknown, lr=0.01), {"exchange": "update"}, {}, "Unknown may look at all gradients"),
@@ -768,6 +782,43 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
         assert "The update of" in text
         assert "is not finite on rank 1 at step 2" in text
         assert seconds < SOON
+
+
+class SlowBackward(Net):
+    """Rank 1's loss overflows in its third batch. Backward then waits, in its middle, for the error of the exchange."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        hidden = self.embedding(batch[0])
+        if index == 2:
+            hidden.register_hook(lambda _: self.wait())
+        loss = nn.functional.cross_entropy(self.layers(hidden), batch[1])
+        return loss * math.inf if self.global_rank == 1 and index == 2 else loss
+
+    def wait(self) -> None:
+        until = time.monotonic() + 20
+        while self.trainer.strategy.exchanger._session.error is None and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def test_after_an_error_within_backward_the_model_has_the_agreed_weights():
+    """The other thread fails in the first segment while backward continues. The memory of its weights holds updates."""
+
+    def run(rank: int) -> Any:
+        messages, net, before = Messages(), SlowBackward(ADAMW, lr=0.01), []
+        look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: before.append(net.weights))
+        strategy = SparseDDPStrategy("topk", density=0.02, bucket_cap_mb=0.0005, process_group_backend="gloo")
+        with pytest.raises(NonFiniteGradient):
+            trainer(strategy, 2, callbacks=[look]).fit(net, Loader(rank, 2))
+        assert messages.texts == []
+        gradients = [param.grad is not None for param in net.parameters()]
+        return net.weights, before[-1], len(before), gradients
+
+    results = lightning_ranks(2, run)
+    for weights, before, batches, gradients in results:
+        assert batches == 3
+        assert torch.equal(weights, before)
+        assert all(gradients)
+    assert torch.equal(results[0][0], results[1][0])
 
 
 def scaler() -> list[Any]:
@@ -1725,6 +1776,93 @@ def test_an_optimizer_whose_step_gathers_parameters_is_detected():
     assert plain[1] == []
 
 
+@pytest.mark.parametrize("overlap", ["backward", "next_step"])
+def test_ranks_with_the_same_batches_are_warned_of(overlap):
+    """Updates of AdamW are rescaled as if ranks had different batches."""
+
+    def run(rank: int) -> list[list[str]]:
+        said = []
+        for number in (0, rank):
+            messages = Messages()
+            trainer(sparse(overlap=overlap), 2, max_steps=4).fit(AdamNet(), Loader(number, 2))
+            said.append(messages.texts)
+        return said
+
+    (same_batches, own_batches), others = lightning_ranks(2, run)
+    (text,) = same_batches
+    assert "All ranks have made the same update of " in text
+    assert "'layers.0.weight'" in text
+    assert "If your code averages gradients among ranks, steps become too large: let ranks exchange gradients" in text
+    assert own_batches == []
+    assert others == [[], []]
+
+
+class Tasks(Net):
+    """A head for each rank's task."""
+
+    def __init__(self, *args: Any, touches: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.heads, self.touches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), touches
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        output = self.heads[self.global_rank](self.layers(self.embedding(batch[0])))
+        loss = nn.functional.cross_entropy(output, batch[1])
+        return loss + sum(0 * param.sum() for param in self.heads.parameters()) if self.touches else loss
+
+
+@pytest.mark.parametrize("overlap", ["backward", "next_step"])
+def test_a_gradient_that_one_rank_lacks_is_warned_of(overlap, monkeypatch):
+    monkeypatch.setattr("lightning_sparse.hooks.rates.PERIOD", 3)
+
+    def run(rank: int) -> list[list[str]]:
+        said = []
+        for touches in (False, True):
+            messages = Messages()
+            net = Tasks(ADAMW, lr=0.01, touches=touches)
+            trainer(sparse(overlap=overlap), 2, max_steps=12, max_epochs=2).fit(net, Loader(rank, 2))
+            said.append(messages.texts)
+        return said
+
+    (without, touched), others = lightning_ranks(2, run)
+    (text,) = without
+    assert "Rank 1 has no gradient of 'heads.0.weight' in a step, and other ranks have one" in text
+    assert "4 of 11 had gradients on some ranks only" in text
+    assert touched == []
+    assert others == [[], []]
+
+
+class Manual(Net):
+    """Its optimizer is unknown to Lightning."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = [kind(self.parameters(), lr=0.01)]
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        pass
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        self.own[0].zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        self.own[0].step()
+
+
+def test_an_optimizer_that_lightning_does_not_know_is_warned_of_if_gradients_are_sparse():
+    def run(rank: int) -> list[list[str]]:
+        said = []
+        for kind, density in ((ADAMW, 0.02), (ADAMW, 1.0), (SGD, 0.02)):
+            messages = Messages()
+            trainer(sparse(density=density), 2, max_epochs=1).fit(Manual(kind), Loader(rank, 2))
+            said.append([text for text in messages.texts if "gradients that arrive seldom" in text])
+        return said
+
+    first, second = lightning_ranks(2, run)
+    assert [len(texts) for texts in first] == [1, 0, 0]
+    assert "AdamW takes too large steps" in first[0][0]
+    assert second == [[], [], []]
+
+
 def test_without_an_optimizer_nothing_changes():
     """Lightning has a stand-in for the optimizer of a module that returns none. Gradients are still exchanged."""
 
@@ -2230,7 +2368,7 @@ for step in range(4):
     if rank == 0 and step == 3:
         time.sleep(1)
     optimizer.zero_grad()
-    net(torch.ones(4, 50)).square().mean().backward()
+    net(torch.ones(4, 50) + rank).square().mean().backward()
     optimizer.step()
 if rank == 0:  # only this one asks for what is on its way; the other one has come to its end, a second before
     exchange_pending(optimizer)
