@@ -355,8 +355,8 @@ class Exchange:
         if code == OUT_OF_STEP:
             raise RankFailure(
                 f"Ranks are out of step: {where}, rank {rank} differs from other ranks in method, density, seed, "
-                f"step or model, in shapes of buffers, or in having been loaded or reset. Give all ranks the same "
-                f"settings and the same number of batches."
+                f"step or model, in frozen parameters or shapes of buffers, or in having been loaded or reset. Give "
+                f"all ranks the same settings and the same number of batches."
             )
         if code == FAILED:
             raise RankFailure(f"Another rank received a corrupt message {where}. Its own error names the sender.")

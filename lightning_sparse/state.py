@@ -205,13 +205,14 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         size: the new number of ranks.
     """
     result: dict[str, Any] = {}
-    optimizers, added = dict[str, Any](), 0
+    optimizers, dtypes, added = dict[str, Any](), dict[Any, torch.dtype](), 0
     for state in states:
         mine = state["rank"] % size == rank
         if "optimizers" in state and state["rank"] % size == rank % state["size"]:
             added += 1
             for name, own in state["optimizers"].items():
                 _add_states_(optimizers.setdefault(name, {}), own)
+                dtypes |= {(name, i, key): x.dtype for i, each in own["state"].items() for key, x in _averaged(each)}
         factor = size / state["size"] if mine else 0.0
         if not result:
             result = {**state, "rank": rank, "size": size}
@@ -235,16 +236,17 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
                     result["elements"][name][param].add_(value, alpha=factor)
     if optimizers:
         result["optimizers"] = optimizers
-    for own in (own for each in optimizers.values() for own in each["state"].values()):
-        for key in _averaged(own):
-            own[key].div_(added)
+    for name, total in optimizers.items():
+        for param, sums in total["state"].items():
+            sums.update({key: x.div_(added).to(dtypes[name, param, key]) for key, x in _averaged(sums)})
     return result
 
 
 def _add_states_(total: dict[str, Any], state: Mapping[str, Any]) -> None:
     """Add a result of `Optimizer.state_dict` to a sum, which is {} at first. Step counts are those of the first.
 
-    A parameter without a gradient on a rank has no state there. It counts as zeros, the initial state.
+    Sums are in fp32 or wider. A parameter without a gradient on a rank has no state there. It counts as zeros, the
+    initial state.
 
     Raises:
         ValueError: the states belong to different kinds of optimizers.
@@ -261,10 +263,11 @@ def _add_states_(total: dict[str, Any], state: Mapping[str, Any]) -> None:
                 f"The optimizers of two ranks are of different kinds, so their states have no mean: one keeps "
                 f"{', '.join(into)}, another one {', '.join(own)}. Go on with the same number of ranks."
             )
-        for key in _averaged(own):
-            into[key] = own[key].clone() if is_first else into[key].add_(own[key])
+        for key, x in _averaged(own):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            into[key] = x.to(wide, copy=True) if is_first else into[key].add_(x)
 
 
-def _averaged(own: Mapping[str, Any]) -> list[str]:
-    """Return the names of an optimizer's tensors for a parameter whose mean over ranks is meaningful, as moments."""
-    return [key for key, x in own.items() if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+def _averaged(own: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Return an optimizer's tensors for a parameter, by name, whose mean over ranks is meaningful, as moments."""
+    return [(key, x) for key, x in own.items() if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]

@@ -283,6 +283,16 @@ def test_a_parameter_without_gradients_on_a_rank_has_moments_of_zero_there():
         assert same(kept, {0: both, 1: {"step": torch.tensor(5.0), "m": torch.full((3,), 2.0)}})
 
 
+def test_the_mean_of_moments_in_16_bits_is_rounded_once():
+    """In bf16, 256 + 1 is 256. In fp16, 4 times 60000 is infinite."""
+    bf16 = of_optimizers(*({0: {"m": torch.full((3,), x, dtype=torch.bfloat16)}} for x in (256.0, *[1.0] * 7)))
+    fp16 = of_optimizers(*({0: {"m": torch.full((3,), 60000.0, dtype=torch.float16)}} for _ in range(4)))
+    for states, mean in ((bf16, torch.tensor(263 / 8).bfloat16()), (fp16, torch.tensor(60000.0).half())):
+        kept = resized(states, 0, 1)["optimizers"]["0"]["state"][0]["m"]
+        assert torch.equal(kept, mean.expand(3))
+        assert states[0]["optimizers"]["0"]["state"][0]["m"][0] in (256, 60000)
+
+
 def test_with_twice_the_ranks_the_mean_of_the_moments_stays():
     old = of_optimizers(*({0: {"m": torch.full((3,), value)}} for value in (1.0, 2.0, 6.0)))
     new = [resized([old[source] for source in sources(rank, 6, 3)], rank, 6) for rank in range(6)]

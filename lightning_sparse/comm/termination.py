@@ -41,15 +41,20 @@ class _Place(NamedTuple):
 
     Attributes:
         rank: this rank's global number.
+        member: this rank within the group.
         request: the key of a request to end.
         ranks: the key of each rank of the group.
-        own: this rank's key.
     """
 
     rank: int
+    member: int
     request: str
     ranks: list[str]
-    own: str
+
+    @property
+    def own(self) -> str:
+        """This rank's key."""
+        return self.ranks[self.member]
 
 
 class Termination:
@@ -69,7 +74,7 @@ class Termination:
     def __init__(self, store: Store, request: str, rank: int, ranks: Sequence[int]) -> None:
         self._store = BoundedStore(store, ANSWER_SECONDS)
         keys = [f"{request}/{member}" for member in range(len(ranks))]
-        self._place = _Place(ranks[rank], request, keys, keys[rank])
+        self._place = _Place(ranks[rank], rank, request, keys)
         self._trainings = 0  # a learning rate finder runs one before the main training
         self._all_finished = False  # whether all ranks have finished the present training
         self._begun = (0, 0)  # batches of training, and batches of validation since then
@@ -107,7 +112,7 @@ class Termination:
         self._trainings += 1
         own, place = self.reason if self.requested else "", self._place
         key = f"{place.request}/finished/{self._trainings}"
-        reasons = meet(self._store, key, place.ranks.index(place.own), len(place.ranks), own, FINISH_SECONDS)
+        reasons = meet(self._store, key, place.member, len(place.ranks), own, FINISH_SECONDS)
         if reasons is None:
             return bool(self.reason)
         self._all_finished = True

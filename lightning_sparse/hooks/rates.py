@@ -52,7 +52,8 @@ class Rates:
             if len({*digests}) > 1:
                 self._optimizers = ()
                 self._warn(rates)
-            self._look_for_missing(used)
+            if used:
+                self._look_for_missing(used)
         self._steps += steps
         return self._steps >= PERIOD
 
@@ -60,8 +61,8 @@ class Rates:
         """Begin a comparison. All ranks call it together, the first time before training.
 
         Args:
-            has_gradient: for each parameter whose updates are exchanged, whether it has a gradient; the same names in
-                the same order on all ranks.
+            has_gradient: for parameters whose updates are not linear in gradients, whether they have a gradient; the
+                same names in the same order on all ranks.
         """
         self._steps = 0
         if not self._optimizers:
@@ -72,9 +73,9 @@ class Rates:
             self._warns_of_zero = False
             self._warn_of_zero()
         self._earlier = rates
-        self._names = [*(has_gradient or {})]
-        flags = map(float, (has_gradient or {}).values())
-        own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan, *flags]
+        flags = has_gradient if has_gradient and self._warns_of_missing else {}
+        self._names = [*flags]
+        own = [float(zlib.crc32(repr(rates).encode())), rates[0] if rates else math.nan, *map(float, flags.values())]
         with self._comm.uncounted():
             every = self._comm.all_gather(to_device(torch.tensor(own, dtype=torch.float64, device="cpu"), self._device))
         self._answer = self._comm.to_host_async(every)
@@ -88,17 +89,15 @@ class Rates:
         # A rank without any gradient has left its batch out, as by a training_step that returns None.
         ranks = [rank for rank in range(self._comm.size) if any(flags[rank] for flags in used)]
         odd = [i for i, flags in enumerate(used) if len({flags[rank] for rank in ranks}) > 1]
-        if not odd or not self._warns_of_missing:
-            return
-        self._warns_of_missing = False
-        if self._comm.rank == 0:
+        self._warns_of_missing = not odd
+        if odd and self._comm.is_first:
             lacking = next(rank for rank in ranks if not used[odd[0]][rank])
             log.warning(
                 f"Rank {self._comm.ranks[lacking]} has no gradient of {self._names[odd[0]]!r} in a step, and other "
-                f"ranks have one. The mean of their updates counts it as no change, so such parameters learn more "
-                f"slowly than with ddp; {len(odd)} of {len(used)} had gradients on some ranks only. Give all ranks a "
-                f"gradient, as by adding 0 * parameter.sum() to the loss; or exchange gradients, by "
-                f"strategy='int4_ddp_find_unused_parameters_true' or attach."
+                f"ranks have one. The mean of updates counts it as no change. So such parameters learn more slowly "
+                f"than with ddp; {len(odd)} of {len(used)} had gradients on some ranks only. Exchange gradients: by "
+                f"strategy='int4_ddp_find_unused_parameters_true', for a sharded model by 'dense_hsdp', and in plain "
+                f"torch by attach with method='int4'."
             )
 
     def _warn_of_zero(self) -> None:

@@ -372,7 +372,11 @@ class UpdateExchanger(Exchanger):
             if _needs_agreed_weights(self.reducer.method):
                 self._checks.copied.look(optimizer, changes, self.updates.parameters)
             compare = self._checks.equal.look(optimizer, changes)
-            overlap.finish() if overlap else self.updates.exchange(optimizer, stepped=stepped, write=write)
+            if overlap:
+                overlap.finish()
+                self._session.launching()  # raises an error that another thread has found meanwhile
+            else:
+                self.updates.exchange(optimizer, stepped=stepped, write=write)
             if compare is not None:
                 self.updates.wait()
                 compare(self.comm, self._session.device)
@@ -382,13 +386,22 @@ class UpdateExchanger(Exchanger):
                 broadcast(self.comm, given, self._session.device)
             if self._rates.are_due(self._rule.local_steps):
                 self.updates.wait()
-                self._rates.compare({name: x.grad is not None for name, x in self.updates.parameters.items()})
+                self._rates.compare(self._have_gradients())
 
         self._during(exchange)
 
+    def _have_gradients(self) -> dict[str, bool]:
+        """Return whether parameters have gradients, by name, if a missing one makes the mean of updates too small."""
+        segments = (each for each in self.updates.segments if not scales_gradient(each.optimizer))
+        chosen = {name for each in segments for name in each.segment.names}
+        return {name: x.grad is not None for name, x in self.updates.parameters.items() if name in chosen}
+
     def _begin_exchange(self) -> None:
         self.phase = Phase.EXCHANGING
-        self.reducer.routing.others = self._buffers.digest()
+        frozen: list[str] = []
+        if self._rule.delayed or self._rule.local_steps > 1:  # all ranks must leave out the same ones
+            frozen = sorted(name for each in self.updates.segments for name in each.frozen)
+        self.reducer.routing.others = zlib.crc32(repr(frozen).encode(), self._buffers.digest())
         self._session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
@@ -399,7 +412,6 @@ class UpdateExchanger(Exchanger):
         started = time.perf_counter()
         try:
             exchange()
-            self.raise_known_failure()
         except Exception as error:
             self._failed(error)
             if self._session.error is not error:  # that error has freed the device, and names the cause

@@ -54,8 +54,8 @@ from lightning_sparse.strategies.update_training import UpdateTraining
 from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 
 log = logging.getLogger(__name__)
-KEY = "lightning_sparse_auto"
-"""Key of the choice in a checkpoint."""
+KEY, SETTLED = "lightning_sparse_auto", "lightning_sparse_auto_settled"
+"""Keys of the choice in a checkpoint, and of whether all candidates had been tried."""
 STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
@@ -311,8 +311,7 @@ class AutoStrategy:
     # Checkpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._auto.tuner.is_settled:  # otherwise a run that resumes chooses anew
-            checkpoint[KEY] = self.choice
+        checkpoint[KEY], checkpoint[SETTLED] = self.choice, self._auto.tuner.is_settled
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _warn_of_lost_residuals(self, path: Any) -> None:
@@ -429,7 +428,7 @@ class AutoDDP(AutoStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint)
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint, checkpoint.get(SETTLED, True))
         return checkpoint
 
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
@@ -444,10 +443,11 @@ class AutoDDP(AutoStrategy):
 
 
 class Loaded(NamedTuple):
-    """The choice in the checkpoint of a fit, and whether it has residuals. Without a checkpoint they are empty."""
+    """The choice in the checkpoint of a fit, and whether it has residuals, and was saved after all tries."""
 
     choice: str = ""
     has_residuals: bool = False
+    is_settled: bool = True
 
 
 class Parameters(NamedTuple):
@@ -520,7 +520,7 @@ class _Choice:
         if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
         resumed = loaded.choice if loaded.choice in names else ""
-        self.tuner = Tuner(links, resumed or first, settled=bool(resumed))
+        self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and loaded.is_settled)
         only = "the model, the optimizer or the number of ranks"
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")

@@ -120,8 +120,8 @@ class GradientTraining(Training):
         module = self._model_name
         if len(getattr(self._strategy, "_trainings", ())) > 1:
             raise self.failed(
-                "Several models train, and a GradScaler of your own scales a loss: it is not known whose. "
-                "Set precision='16-mixed' of Fabric in its place, or exchange='update' of the strategy."
+                "A GradScaler of your own is not supported while several models train: it is not known whose loss it "
+                "scales. Set precision='16-mixed' of Fabric in its place, or exchange='update' of the strategy."
             )
         if self._strategy.scaler is not None or self._own_scaler is not None:
             where = "besides Lightning's" if self._own_scaler is None else "besides another one"

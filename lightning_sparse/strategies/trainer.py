@@ -175,9 +175,7 @@ class TrainerCalls:
         if self._shutdown is not None:
             self._shutdown.explain(exception)
         atexit.unregister(destroy_process_group)  # it would wait for collectives that may never complete
-        module = self.lightning_module
-        if self.exchanger is not None or module is None or module.trainer.state.fn == "fit":  # others wait in no other
-            self._training.fail(exception)
+        self._training.fail(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.

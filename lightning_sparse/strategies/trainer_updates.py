@@ -118,8 +118,10 @@ class TrainerUpdates(UpdateTraining):
             with contextlib.suppress(RankFailure) if self._strategy.interrupted else contextlib.nullcontext():
                 exchanger.exchange_pending(write)
         state = state_dict()
-        if not writes_at_once(self._strategy.checkpoint_io):  # an exchange keeps deltas in the weights' memory
-            state = {key: x.to("cpu", copy=True) if isinstance(x, Tensor) else x for key, x in state.items()}
+        if self._strategy.is_global_zero and not writes_at_once(self._strategy.checkpoint_io):
+            for key, x in state.items():
+                if type(x) is Tensor:  # later its memory holds deltas, during an exchange
+                    state[key] = x.to("cpu", copy=True)
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         for name, param in self._module.named_parameters(remove_duplicate=False):

@@ -1,7 +1,6 @@
 """Unsupported settings raise an error on all ranks, before they do harm."""
 
 import os
-import time
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategies.fit_checks import check_placement
-from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, strategy, trainer
 
 
@@ -324,29 +322,3 @@ def test_a_momentum_beside_that_of_the_method_is_warned_of():
         return found
 
     assert lightning_ranks(1, rank) == [[1, 1, 0, 0, 0]]
-
-
-class FailsToPredict(Net):
-    """Fails on rank 1."""
-
-    def predict_step(self, batch: list[torch.Tensor], index: int) -> None:
-        if self.global_rank == 1:
-            raise ArithmeticError("of the user")
-
-
-def test_after_an_error_of_one_rank_in_predict_a_fit_begins():
-    """Both ranks have made the same number of handshakes, so they meet in the next one."""
-
-    def run(rank: int) -> Any:
-        def ours() -> pl.Trainer:
-            return trainer(strategy("topk", 0.1, exchange="update"), 2, max_steps=2)
-
-        kind, *_ = caught(lambda: ours().predict(FailsToPredict(), Loader(rank, 2)))
-        started, net = time.monotonic(), Net(torch.optim.AdamW, lr=0.01)
-        ours().fit(net, Loader(rank, 2))
-        return kind, net.weights, time.monotonic() - started
-
-    (first, weights, seconds), (second, others, _) = lightning_ranks(2, run)
-    assert (first, second) == ("no error", "ArithmeticError")
-    assert torch.equal(weights, others)
-    assert seconds < SOON
