@@ -325,10 +325,18 @@ def use_device_mesh(strategy: Any, mesh: Any) -> None:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model by name, without torch.compile's prefix. Private in torch 2.8 to 2.15."""
-    return {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+    """Return the parameters of a model by `plain_name`."""
+    return {plain_name(name): param for name, param in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of torch.compile and checkpoint_wrapper.
+
+    Private in torch 2.8 to 2.15.
+    """
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
     """Return the names of parameters and buffers that DDP is to leave to each rank. Private in torch 2.8 to 2.15."""
-    return {name.replace("_orig_mod.", "") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    return {plain_name(name) for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}

@@ -24,6 +24,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -531,6 +532,13 @@ def test_names_of_compiled_modules():
     found = _compat.parameters_by_name(net)
     assert [*found] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert all(map(torch.equal, found.values(), net.parameters()))
+
+
+def test_names_of_modules_whose_activations_are_recomputed():
+    net = torch.nn.Sequential(checkpoint_wrapper(torch.compile(torch.nn.Linear(2, 3))))
+    ((name, _), _) = net.named_parameters()
+    assert name != "0.weight"
+    assert _compat.plain_name(name) == "0.weight"
 
 
 def test_sigterm():

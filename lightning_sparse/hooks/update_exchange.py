@@ -29,6 +29,7 @@ from lightning_sparse._compat import (
     have_hooks_called,
     ignored_by_ddp,
     initializes_state,
+    plain_name,
     register_first,
     step_depth,
     step_hooks,
@@ -131,7 +132,7 @@ class _Buffers:
 def _shared(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return named parameters or buffers without the names that DistributedDataParallel is to ignore."""
     ignored = ignored_by_ddp(model)
-    return {name: x for name, x in named if name.replace("_orig_mod.", "") not in ignored}
+    return {name: x for name, x in named if plain_name(name) not in ignored}
 
 
 def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

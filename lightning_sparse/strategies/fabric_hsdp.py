@@ -164,6 +164,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         if self._is_distributed and self._replica:
             # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
             checkpoint = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+            _initialize_states(state)
         found, place = self._resumed(state) if self._is_distributed else None, self.broadcast(sidecars.absolute(path))
         if found is not None:
             write_replica(place, *found, lambda entry: write({**checkpoint, sidecars.KEY: entry}))
@@ -207,6 +208,16 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             if training.exchanger is not None and held.issuperset({id(module), *map(id, training.optimizers)}):
                 return module, training.exchanger
         return None
+
+
+def _initialize_states(state: Mapping[str, Any]) -> None:
+    """Let optimizers that have taken no step make their states, as torch does on the replica that saves them."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # the import takes time
+
+    model = next((value for value in state.values() if isinstance(value, torch.nn.Module)), None)
+    for optimizer in (value for value in state.values() if isinstance(value, Optimizer)):
+        if model is not None and not optimizer.state:
+            get_optimizer_state_dict(model, optimizer)
 
 
 def _has_optimizer(state: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from lightning_sparse.hooks import UpdateExchanger, agree, report_errors_to_peer
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
 from lightning_sparse.replica_checkpoint import load_state, read_replica, together
-from lightning_sparse.shards import average_gradients, keep_gradients, local, reshard, unsharded
+from lightning_sparse.shards import average_gradients, is_any_sharded, keep_gradients, local, reshard, unsharded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -40,6 +40,9 @@ UNSUPPORTED = {
     "data_parallel_size": "it is the number of ranks by replicas and tensor_parallel_size. Set replicas.",
 }
 """Options of other strategies, and the reasons why these strategies do not have them."""
+
+OF_UPDATES = {"clip_norm": None, "on_nonfinite": "raise", "broadcast_buffers": False}
+"""Options that have no effect if replicas average gradients, and their defaults."""
 
 
 class HSDPOptions:
@@ -64,8 +67,8 @@ class HSDPOptions:
             each. None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given; otherwise none.
         density_warmup_steps: number of exchanges for each density of `density_warmup`.
         seed: the seed of the method's random choices.
-        on_nonfinite: reaction to a NaN or an infinity in a gradient. "raise": an error on all ranks. "skip": this
-            replica alone skips its optimizer step, and it sends a part of its residual.
+        on_nonfinite: reaction to a NaN or an infinity in a gradient, except with "dense". "raise": an error on all
+            ranks. "skip": this replica alone skips its optimizer step, and it sends a part of its residual.
         clip_norm: largest 2-norm of the replica's gradient; the same as Trainer's gradient_clip_val and
             `fabric.clip_gradients`.
         local_steps: number of optimizer steps before each exchange of updates; None takes the method's, mostly 1.
@@ -129,6 +132,13 @@ class HSDPOptions:
         self._options = StrategyOptions(
             method, density, own, reducer, exchange="update", local_steps=local_steps, overlap=overlap
         )
+        for option, default in OF_UPDATES.items() if self._is_dense else ():
+            if given[option] != default:
+                raise ValueError(
+                    f"{type(self).__name__}('dense', {option}={given[option]!r}): replicas average gradients in "
+                    f"backward, as FSDP2 does, and this option is of an exchange of updates. Leave {option} out. To "
+                    f"clip gradients, set gradient_clip_val of the Trainer, or call fabric.clip_gradients."
+                )
         super().__init__(  # type: ignore[call-arg]  # sizes are "auto", because this strategy makes the mesh
             data_parallel_size="auto",
             tensor_parallel_size="auto",
@@ -241,7 +251,7 @@ class HSDPOptions:
         self._agree_on("gradient" if self._is_dense else "update", options.method, model, optimizers)
         if self._is_dense:
             tensors = [local(x).detach() for x in (*model.parameters(), *model.buffers())]
-            broadcast_differing(ProcessGroupComm(group), tensors, tensors[0].device)
+            broadcast_differing(ProcessGroupComm(group), tensors, self.root_device)
             return None
         return make(
             model,
@@ -255,12 +265,20 @@ class HSDPOptions:
         )
 
     def _check_sharded(self, model: torch.nn.Module) -> None:
-        """Raise ValueError if ranks of a replica would train copies of a parameter apart."""
+        """Raise ValueError if ranks of a replica would train copies of a parameter apart, or if nothing is sharded.
+
+        Lightning neither saves nor loads a model without shards, also if a replica has one rank.
+        """
         ranks = dist.get_process_group_ranks(self.device_mesh["data_parallel"].get_group())
         if len(ranks) > 1 and (name := unsharded(model, ranks)):
             raise ValueError(
                 f"{type(self).__name__} got a {type(model).__name__} whose {name!r} is not sharded over the mesh "
                 f"dimension 'data_parallel', the ranks {ranks} here, so its copies there would differ. {self._sharding}"
+            )
+        if not is_any_sharded(model):
+            raise ValueError(
+                f"{type(self).__name__} got a {type(model).__name__} that is not sharded, so Lightning could not save "
+                f"it. Call fully_shard also if a replica has one rank. {self._sharding}"
             )
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import plain_name
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.strategies.overlap_rules import overlap_blocker
@@ -125,8 +126,9 @@ class TrainerUpdates(UpdateTraining):
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         for name, param in self._module.named_parameters(remove_duplicate=False):
-            if id(param) in before and name in state:
-                state[name] = before[id(param)].clone()
+            for key in {name, plain_name(name)} if id(param) in before else ():
+                if key in state:
+                    state[key] = before[id(param)].clone()
         return state
 
 

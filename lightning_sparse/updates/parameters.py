@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import ignored_by_ddp, parameters_by_name
+from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, plain_name
 from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.shards import (
     AFTER_SHARDING,
@@ -133,8 +133,7 @@ def others_settings(
 def described(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the name, shape and dtype of each tensor, for ranks to compare."""
     return [
-        f"{name.replace('_orig_mod.', '')}{list(local(x).shape)} {str(x.dtype).removeprefix('torch.')}"
-        for name, x in tensors.items()
+        f"{plain_name(name)}{list(local(x).shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()
     ]
 
 

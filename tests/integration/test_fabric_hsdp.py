@@ -133,6 +133,28 @@ def test_weights_are_bit_equal_to_the_trainers(strategy, precision, loop):
         assert replicas == 2
 
 
+@pytest.mark.parametrize("method", ["dense", "topk"])
+def test_a_save_before_the_first_step_changes_no_replica(method, tmp_path):
+    """Torch makes the missing state of an optimizer that it saves, with one step counted."""
+
+    def run(rank: int) -> Any:
+        found = []
+        for saves in (True, False):
+            fabric, model, optimizer = set_up(hsdp(method, density=1.0 if method == "topk" else None))
+            if saves:
+                fabric.save(tmp_path / method, {"model": model, "optimizer": optimizer})
+            train(fabric, model, optimizer, count=2)
+            found.append((weights(model), [float(x["step"]) for x in optimizer.state.values()]))
+        return found
+
+    results = lightning_ranks(4, run)
+    for (saved, steps_of_saved), (plain, steps_of_plain) in results:
+        assert equal(saved, results[0][0][0])
+        assert steps_of_saved == results[0][0][1]
+        assert equal(plain, results[0][1][0])
+        assert steps_of_plain == [2.0] * len(steps_of_plain)
+
+
 @full
 def test_the_mean_of_sgds_updates_is_the_update_of_the_mean_and_dense_replicas_are_fsdp2s_own():
     def run(rank: int) -> Any:
@@ -708,6 +730,10 @@ def test_models_and_optimizers_that_it_refuses():
         def nothing(model: Any, mesh: Any) -> Any:
             return model
 
+        def last(model: Any, mesh: Any) -> Any:
+            fully_shard(model[-1], mesh=mesh["data_parallel"])
+            return model
+
         def no_model(model: Any, mesh: Any) -> Any:
             return None
 
@@ -720,11 +746,12 @@ def test_models_and_optimizers_that_it_refuses():
             "shares '0.weight' with rank": caught(with_options(parallelize_fn=both_dimensions)),
             "whose '0.bias' is not sharded over the mesh dimension": caught(with_options(parallelize_fn=partly)),
             "whose '0.weight' is not sharded over the mesh": caught(with_options(parallelize_fn=nothing)),
+            "is not sharded, so Lightning could not save it": caught(with_options(replicas=4, parallelize_fn=nothing)),
             "parallelize_fn=parallelize); or before you set up": caught(with_options(parallelize_fn=None)),
             "must return a `nn.Module` instance": caught(with_options(parallelize_fn=no_model)),
             "LBFGS": caught(with_options(kind=torch.optim.LBFGS)),
             "'0.weight' is in no module of fully_shard": caught(
-                lambda: launched(hsdp("dense", replicas=4, parallelize_fn=nothing)).setup_module(net())
+                lambda: launched(hsdp("dense", replicas=4, parallelize_fn=last)).setup_module(net())
             ),
             "": caught(with_options()),
         }

@@ -412,6 +412,9 @@ def test_all_ranks_end_after_the_same_batch_if_one_is_told_to():
         ({"exchange": "gradient"}, "replicas exchange updates"),
         ({"find_unused_parameters": True}, "an option of DistributedDataParallel"),
         ({"method": "signsgd"}, "makes no mean"),
+        ({"method": "dense", "clip_norm": 1.0}, r"clip_norm=1.0\): replicas average .* set gradient_clip_val of the"),
+        ({"method": "dense", "on_nonfinite": "skip"}, r"on_nonfinite='skip'\): replicas average gradients in backward"),
+        ({"method": "dense", "broadcast_buffers": True}, "Leave broadcast_buffers out"),
         ({"levels": 7}, "has no option 'levels'"),
     ],
 )
