@@ -129,26 +129,31 @@ FEW = 8
 class EqualUpdateCheck:
     """Warns on rank 0 if all ranks make the same update of a parameter; with torch's optimizers, of most parameters.
 
-    Torch's optimizers exchange nothing themselves, so ranks compare their gradients, in the first exchange, which does
-    not overlap backward. Other optimizers may exchange gradients or updates in their steps, so ranks compare the
-    changed weights, in the second exchange. Adam's first step contains only the signs of gradients, which may be equal.
+    Torch's optimizers exchange nothing themselves. If their updates are rescaled, ranks compare gradients, in the first
+    exchange, which does not overlap backward. Other optimizers may exchange gradients or updates in their steps. So
+    ranks compare the changed weights, in the second exchange. Adam's first step contains only the signs of gradients,
+    which may be equal.
     """
 
     def __init__(self) -> None:
         self._exchanges = Counter[Optimizer]()
 
     def look(
-        self, optimizer: Optimizer, changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]]
+        self,
+        optimizer: Optimizer,
+        changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]],
+        is_rescaled: bool,
     ) -> Callable[[Comm, torch.device], None] | None:
         """Note an exchange, before it begins; return a function that compares ranks, to call after it, or None.
 
         Args:
             optimizer: the optimizer that has stepped.
             changes: returns the weights before and after the step, and the gradients, by name.
+            is_rescaled: whether updates are rescaled as if ranks had different batches.
         """
         self._exchanges[optimizer] += 1
         of_gradients = _is_torchs(optimizer)
-        if self._exchanges[optimizer] != (1 if of_gradients else 2):
+        if self._exchanges[optimizer] != (1 if of_gradients else 2) or (of_gradients and not is_rescaled):
             return None
         rows = []
         for each in (found := changes()).values():

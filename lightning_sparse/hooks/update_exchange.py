@@ -372,7 +372,7 @@ class UpdateExchanger(Exchanger):
             changes = partial(self.updates.changes, optimizer)
             if _needs_agreed_weights(self.reducer.method):
                 self._checks.copied.look(optimizer, changes, self.updates.parameters)
-            compare = self._checks.equal.look(optimizer, changes)
+            compare = self._checks.equal.look(optimizer, changes, self._rule.rescales(optimizer, self.comm.size))
             if overlap:
                 overlap.finish()
                 self._session.launching()  # raises an error that another thread has found meanwhile

@@ -1782,19 +1782,21 @@ def test_ranks_with_the_same_batches_are_warned_of(overlap):
 
     def run(rank: int) -> list[list[str]]:
         said = []
-        for number in (0, rank):
+        for number, net in ((0, AdamNet), (rank, AdamNet), (0, Net)):
             messages = Messages()
-            trainer(sparse(overlap=overlap), 2, max_steps=4).fit(AdamNet(), Loader(number, 2))
+            run = trainer(sparse(overlap=overlap, exchange="update"), 2, max_steps=4)
+            run.fit(net(), Loader(number, 2))
             said.append(messages.texts)
         return said
 
-    (same_batches, own_batches), others = lightning_ranks(2, run)
+    (same_batches, own_batches, of_sgd), others = lightning_ranks(2, run)
     (text,) = same_batches
     assert "All ranks have made the same update of " in text
     assert "'layers.0.weight'" in text
     assert "If your code averages gradients among ranks, steps become too large: let ranks exchange gradients" in text
     assert own_batches == []
-    assert others == [[], []]
+    assert not any("the same update" in text for text in of_sgd)  # the same steps as with `ddp`
+    assert others == [[], [], []]
 
 
 class Tasks(Net):
