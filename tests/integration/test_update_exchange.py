@@ -1434,7 +1434,8 @@ def test_callbacks_show_updates(tmp_path, overlap):
     tags = found.Tags()
     assert {"distribution/update g", "distribution/residual e", "distribution/u = g + e"} <= set(tags["histograms"])
     shares = [scalar.value for scalar in found.Scalars("seconds/hidden_share")]
-    assert overlap == "next_step" or all(share < 0.5 for share in shares), shares
+    assert all(0 <= share <= 1 for share in shares), shares
+    assert overlap == "next_step" or all(share < 1 for share in shares), "training waits for the end of the exchange"
     assert {scalar.value for scalar in found.Scalars("communication/bytes_per_step")[1:]} == {
         found.Scalars("communication/bytes_per_step")[0].value
     }
