@@ -126,8 +126,9 @@ def one_on_stock_ddp(rank: int) -> tuple[str, str, float]:
 def test_one_rank_on_stock_ddp():
     first, _ = run_ranks(2, one_on_stock_ddp, timeout=4)
     assert first[0] == "RankFailure"
-    assert "waits for rank 1 to attach" in first[1]
-    assert "another strategy, such as stock 'ddp'" in first[1]
+    # Both ranks wait for four seconds. If rank 1 is a little faster, its connections are closed then.
+    waits = "waits for rank 1 to attach" in first[1] and "another strategy, such as stock 'ddp'" in first[1]
+    assert waits or "Rank 1 has ended before it attached" in first[1], first[1]
     assert first[2] < SOON
 
 
