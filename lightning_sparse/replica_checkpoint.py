@@ -191,7 +191,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
             return {**own, "rank": comm.rank, "size": comm.size}
 
     shards = dist.get_world_size() // comm.size
-    position = dist.get_rank() % shards / shards  # of this rank's shard among those of its replica, in most meshes
+    position = dist.get_rank() % shards / shards  # of this rank's shard within its replica, in most meshes
 
     def states() -> Iterator[State]:
         for replica in sources(comm.rank, comm.size, max(replica_of) + 1):

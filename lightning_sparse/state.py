@@ -243,7 +243,7 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
 
 def _add_states_(total: dict[str, Any], state: Mapping[str, Any]) -> None:
-    """Add a result of `Optimizer.state_dict` to a sum, which is {} at first. Step counts are those of the first.
+    """Add a result of `Optimizer.state_dict` to a sum, which is {} at first. Step counts come from the first.
 
     Sums are in fp32 or wider. A parameter without a gradient on a rank has no state there. It counts as zeros, the
     initial state.

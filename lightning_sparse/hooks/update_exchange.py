@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -27,9 +27,7 @@ from lightning_sparse._compat import (
     backend_name,
     has_step_hooks,
     have_hooks_called,
-    ignored_by_ddp,
     initializes_state,
-    plain_name,
     register_first,
     step_depth,
     step_hooks,
@@ -55,7 +53,7 @@ from lightning_sparse.options import Overlap, ReducerOptions, listed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.parameters import exchanged_parameters, others_settings
+from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +100,14 @@ class _Buffers:
         synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
         at_start = broadcast_buffers or forward_sync_buffers is not None
-        self.at_start: dict[str, Tensor] = _shared(model, model.named_buffers()) if at_start else {}
+        self.at_start: dict[str, Tensor] = not_ignored(model, model.named_buffers()) if at_start else {}
         self._kinds = self._now = _kinds(self())  # at the start, and in the last exchange
 
     def __call__(self) -> dict[str, Tensor]:
         """Return the buffers to broadcast after each exchange, by name."""
         # Look them up each time, because a module may replace the tensor of a buffer.
         model = self._model()
-        return {} if model is None else _shared(model, model.named_buffers())
+        return {} if model is None else not_ignored(model, model.named_buffers())
 
     def digest(self) -> int:
         """Return a number that depends on the shapes and dtypes of the buffers; a broadcast needs equal ones."""
@@ -127,12 +125,6 @@ class _Buffers:
                 f"start. Make buffers before training, with equal shapes on all ranks, and keep a cache in a plain "
                 f"attribute.",
             )
-
-
-def _shared(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return named parameters or buffers without the names that DistributedDataParallel is to ignore."""
-    ignored = ignored_by_ddp(model)
-    return {name: x for name, x in named if plain_name(name) not in ignored}
 
 
 def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
@@ -233,7 +225,7 @@ class UpdateExchanger(Exchanger):
         ]
         wrap("step", self._scaled_step)
         ids = self.updates.ids
-        others = {name: x for name, x in _shared(model, model.named_parameters()).items() if id(x) not in ids}
+        others = {name: x for name, x in not_ignored(model, model.named_parameters()).items() if id(x) not in ids}
         untracked = UntrackedUpdateCheck(others, self.updates.has)
         self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
         self._overlap: BackwardOverlap | None = None
@@ -275,7 +267,7 @@ class UpdateExchanger(Exchanger):
     def _broadcast_weights(self) -> None:
         if (model := self._unattached.model) is not None:
             reshard(model)
-            named = {**_shared(model, model.named_parameters()), **self._buffers.at_start}
+            named = {**not_ignored(model, model.named_parameters()), **self._buffers.at_start}
             tensors = [local(x).detach() for x in named.values()]
             broadcast_differing(self.comm, tensors, self._session.device)
 
@@ -497,7 +489,7 @@ class UpdateExchanger(Exchanger):
         if model is None:
             return
         ids = self.updates.ids
-        params = _shared(model, model.named_parameters()).values()
+        params = not_ignored(model, model.named_parameters()).values()
         others = [local(x).detach() for x in params if not (x.requires_grad and id(x) in ids)]
         others += [local(x).detach() for x in self._buffers().values()]
         if others:

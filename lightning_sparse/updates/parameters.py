@@ -81,6 +81,12 @@ def ids_of_exchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[i
     return {id(param) for param in parameters_of(optimizers) if not is_excluded(param)} - left_out
 
 
+def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return named parameters or buffers of a model without the names that DistributedDataParallel is to ignore."""
+    ignored = ignored_by_ddp(model)
+    return {name: x for name, x in named if plain_name(name) not in ignored}
+
+
 def is_excluded(param: Tensor) -> bool:
     """Return whether a parameter is frozen for good, like quantized weights and tensors of inference mode."""
     return not param.requires_grad and (param.dtype not in REDUCIBLE or param.is_inference())
@@ -109,9 +115,7 @@ def others_settings(
     """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
     params, optimizer_of, _ = exchanged_parameters(model, optimizers)
     ours = {*map(id, params.values())}
-    ignored = ignored_by_ddp(model)
-    others = ((name, param) for name, param in parameters_by_name(model).items() if name not in ignored)
-    rest: dict[str, Tensor] = {name: param for name, param in others if id(param) not in ours}
+    rest = {name: x for name, x in not_ignored(model, model.named_parameters()).items() if id(x) not in ours}
     rest.update(buffers)
     return {
         "optimizers": [
