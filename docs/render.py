@@ -499,6 +499,17 @@ def sites() -> str:
     return table(["", "ms per step", "with Lightning's broadcast"], rows)
 
 
+def opening() -> str:
+    """Medians of the milliseconds of an all-gather over new connections, by the bytes that ranks send before."""
+    taken = read("opening").pivot_table("ms", ["rate", "workers", "nbytes"], "opening", sort=False)
+    heads = [f"{nbytes >> 10} KiB" if nbytes else "nothing" for nbytes in taken.columns]
+    rows = [
+        [rate, str(workers), f"{nbytes // 1000} kB", *map(digits, row)]
+        for (rate, workers, nbytes), row in zip(taken.index, taken.to_numpy(), strict=True)
+    ]
+    return table(["link", "workers", "message", *heads], rows)
+
+
 def pair(*numbers: float) -> str:
     """Write numbers side by side, a dash where there is none."""
     return " / ".join("–" if math.isnan(number) else f"{number:.0f}" for number in numbers)
@@ -1557,6 +1568,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language-ratios": language_ratios,
     "language-far": language_far,
     "sites": sites,
+    "opening": opening,
     "start": start,
     "momentum": momentum,
     "language-four": partial(language, workers=4),

@@ -197,6 +197,21 @@ def session() -> Session:
     return Session(lambda: params, method("topk"), ReducerOptions(), group=everyone, device=torch.device("cpu"))
 
 
+def opened(rank: int) -> tuple[list[int], int]:
+    """Return the bytes that `open_connections` sends to each rank, and the bytes that are counted."""
+    mine, sent = session(), []
+    send = mine.comm._all_to_all_v
+    mine.comm._all_to_all_v = lambda x, sizes, receive: [sent.extend(sizes), send(x, sizes, receive)][1]
+    mine.open_connections()
+    return sent, mine.comm.sent_bytes
+
+
+@pytest.mark.parametrize(("size", "nbytes"), [(2, 1 << 18), (5, 1 << 17)])
+def test_ranks_send_enough_before_training_for_tcp_to_find_the_rate(size, nbytes):
+    # Benchmark `opening`: after less, TCP's BBR sends short messages slowly for the whole training.
+    assert run_ranks(size, opened) == [([nbytes] * size, 0)] * size
+
+
 NCCL = SimpleNamespace(name=lambda: "nccl")
 
 
@@ -324,10 +339,11 @@ def test_a_device_that_waits_for_a_rank_with_fewer_batches_is_an_error_at_the_en
 
 def met(rank: int) -> list[bool]:
     """Both ranks meet after the first fit, and only rank 0 after the second one, with another strategy."""
-    rendezvous.MEET_SECONDS = 0.5
+    rendezvous.MEET_SECONDS = 20.0  # rank 1 may start later
     first, second = rendezvous.Rendezvous(), rendezvous.Rendezvous()
     results = [first.all_ranks_present()]
     first.end_fit()
+    rendezvous.MEET_SECONDS = 0.5
     return [*results, *([second.all_ranks_present()] if rank == 0 else [])]
 
 
@@ -336,9 +352,11 @@ def test_a_rank_does_not_meet_the_entries_of_an_earlier_fit():
 
 
 def met_elsewhere(rank: int) -> list[bool]:
-    rendezvous.MEET_SECONDS = 1.0
+    rendezvous.MEET_SECONDS = 20.0  # rank 1 may start later
     meeting = rendezvous.Rendezvous()
-    return [meeting.all_ranks_present("end"), meeting.all_ranks_present("end" if rank else "after an error")]
+    present = meeting.all_ranks_present("end")
+    rendezvous.MEET_SECONDS = 1.0
+    return [present, meeting.all_ranks_present("end" if rank else "after an error")]
 
 
 def test_ranks_in_different_places_do_not_meet():

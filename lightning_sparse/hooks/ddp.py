@@ -137,7 +137,8 @@ def exchange_gradients(
     exchanger = GradientExchanger(session, ddp, parameters(), rates)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
-        rates.compare()  # and connects the ranks, which must not happen during backward
+        session.open_connections()  # connecting within backward may wait for the device, which waits for this rank
+        rates.compare()
         if session.stream is not None:
             session.dry_run(parameters())
         ddp.register_comm_hook(exchanger, on_bucket)

@@ -44,6 +44,8 @@ _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 """The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
 STUCK_SECONDS = 20.0
 """Seconds after which a device that still works is taken to wait for another rank, after training has failed."""
+OPENING, LEAST_OPENING = 1 << 19, 1 << 17
+"""Bytes that a rank sends to all ranks before training, and the least to each one (benchmarks.opening)."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
@@ -259,6 +261,22 @@ class Session:
                 raise_if_peer_failed()  # the cause
             peers.mark_failed(error_message(error, self.comm, self.reducer.step))
             raise
+
+    def open_connections(self) -> None:
+        """Connect the ranks, and send enough for TCP to find the rate of the links. All ranks call it before training.
+
+        A new connection sends slowly. BBR raises its rate only while a message fills it. The messages of sparse steps
+        are too short: over a round trip of 50 ms they would stay slow for the whole training.
+        """
+        if self.comm.size == 1:
+            return
+        nbytes = max(OPENING // self.comm.size, LEAST_OPENING)
+        rows = torch.zeros(self.comm.size, nbytes, dtype=torch.uint8, device=self.device)
+        with self.comm.uncounted():
+            if self.over_nccl:
+                self.comm.all_gather(rows[0])
+            else:
+                self.comm.all_to_all(rows)
 
     def dry_run(self, params: Mapping[str, Tensor]) -> None:
         """Run warm-up steps on zeros along every code path that training will take, then reset.

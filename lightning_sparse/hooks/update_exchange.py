@@ -209,6 +209,7 @@ class UpdateExchanger(Exchanger):
         self._unattached = UnattachedOptimizerCheck(optimizers, model)
         try:
             self._broadcast_weights()
+            session.open_connections()
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, self._end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, worker)
