@@ -44,6 +44,15 @@ class InBfloat16(pl.strategies.DDPStrategy):
         self.model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
 
 
+class Case(NamedTuple):
+    """A link, a model by its millions of parameters, the number of workers, and an event or "no event"."""
+
+    rate: str
+    million: float
+    workers: int
+    event: str
+
+
 STRATEGIES: dict[str, Any] = {
     "ddp": pl.strategies.DDPStrategy,
     "ddp, bf16": InBfloat16,
@@ -73,6 +82,8 @@ EVENTS = {
     "slow first steps": 0.3,
 }
 """By event: the model, in million parameters."""
+SMALL_SEGMENTS = Case("50mbit 50ms", 5, 2, "segments of 2.5 MiB")
+"""The segments of a model eight times as large, which are exchanged one after the other."""
 DECIDED, WARMED, TIMED = 100, 50, 30
 """Untimed steps, in which `auto_ddp` decides, or the density warm-up of updates ends, and timed steps. Other strategies
 are timed after three steps. Each is timed for at most `MOST` seconds."""
@@ -85,21 +96,14 @@ ROUNDS, LEAST_ROUNDS, SECONDS = 7, 3, 240.0
 """Number of rounds, the least number, and seconds after which no further round begins."""
 
 
-class Case(NamedTuple):
-    """A link, a model by its millions of parameters, the number of workers, and an event or "no event"."""
-
-    rate: str
-    million: float
-    workers: int
-    event: str
-
-
 def cases(rates: list[str], millions: list[float], workers: list[int]) -> list[Case]:
     """Return all combinations without an event, and with two workers the events of these models."""
     found = [Case(*each, "no event") for each in itertools.product(rates, millions, workers)]
-    return found + [
+    found += [
         Case("1gbit", million, 2, event) for event, million in EVENTS.items() if 2 in workers and million in millions
     ]
+    asked = SMALL_SEGMENTS.rate in rates and SMALL_SEGMENTS.million in millions and SMALL_SEGMENTS.workers in workers
+    return [*found, SMALL_SEGMENTS] if asked else found
 
 
 class Model(pl.LightningModule):
@@ -194,7 +198,9 @@ def train(name: str, case: Case, rank: int) -> Row:
     model = Shards() if is_sharded else Model(case.million, case.event, rank)
     if old:
         change_link(old)
-    options = {} if name.startswith("ddp") else {"process_group_backend": "gloo"}
+    options: dict[str, Any] = {} if name.startswith("ddp") else {"process_group_backend": "gloo"}
+    if case == SMALL_SEGMENTS:
+        options["bucket_cap_mb"] = 2.5
     trainer = bare_trainer(strategies_of(case)[name](**options), [times])
     trainer.fit(model, torch.utils.data.DataLoader(torch.arange(2000), batch_size=None))  # type: ignore[arg-type]
     check_weights(model)

@@ -81,6 +81,7 @@ ALLOWED = {
         "compressors",
         "cost",
         "gradients",
+        "layout",
         "hooks",
         "logged",
         "memory",

@@ -21,10 +21,11 @@ import contextlib
 import gc
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -35,7 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse import logged
-from lightning_sparse._compat import ddp_options, parameters_by_name
+from lightning_sparse._compat import ddp_options, has_step_hooks, have_hooks_called, parameters_by_name
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
@@ -43,24 +44,31 @@ from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks import agree
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
+from lightning_sparse.layout import MAX_SEGMENT, Granularity
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
+from lightning_sparse.strategies.overlap_rules import overrides
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
-from lightning_sparse.strategies.tuner import Numbers, Tuner
+from lightning_sparse.strategies.tuner import Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
 from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 
 log = logging.getLogger(__name__)
 KEY, SETTLED = "lightning_sparse_auto", "lightning_sparse_auto_settled"
-"""Keys of the choice in a checkpoint, and of whether all candidates had been tried."""
+"""Keys of the choice in a checkpoint; and of the number of ranks, and the seconds of a dense step on the link, with
+which all candidates had been tried: None before. A training without a choice has neither."""
 STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
 """Steps before the first measurement. In the density warm-up of updates ranks send more than later."""
+OTHER_LINK = 2.0
+"""Ratio of the times of a dense step on two links from which a choice for one does not hold for the other."""
+FAR = 0.005
+"""Seconds of latency in each step that are worth an exchange of updates in one segment."""
 CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps")
 FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
 
@@ -83,6 +91,11 @@ class StockTraining(Training):
         frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.exchanger, self.optimizers, self._frozen = exchanger, optimizers, frozen
+        # In manual optimization, raw optimizers step without the strategy. Some optimizers call no hooks.
+        self._hooks, hooked = [], [each for each in optimizers[:1] if has_step_hooks(each)]
+        for optimizer in hooked:
+            have_hooks_called(optimizer)
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: exchanger.count_step()))
 
     def after_backward(self, post_backward: Callable[[], None]) -> None:
         super().after_backward(post_backward)
@@ -97,29 +110,42 @@ class StockTraining(Training):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         result = step(closure)
-        if optimizer is self.optimizers[0]:
+        if optimizer is self.optimizers[0] and not self._hooks:
             self.exchanger.count_step()
         return result
 
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
 
 class _Clock:
-    """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data."""
+    """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data.
+
+    Raw optimizers in manual optimization note no end. Then loading of data counts, too.
+    """
 
     def __init__(self) -> None:
-        self._began = self._ended = time.perf_counter()
+        self._began = time.perf_counter()
+        self._ended: float | None = self._began
         self._spent = 0.0
 
+    @property
+    def _elapsed(self) -> float:
+        return (time.perf_counter() if self._ended is None else self._ended) - self._began
+
     def begin_batch(self) -> None:
-        self._spent += self._ended - self._began
-        self._began = self._ended = time.perf_counter()
+        self._spent += self._elapsed
+        self._began, self._ended = time.perf_counter(), None
 
     def note_end(self) -> None:
         self._ended = time.perf_counter()
 
     def take(self) -> float:
         """Return the seconds since the last call."""
-        spent, self._spent = self._spent + self._ended - self._began, 0.0
-        self._began = self._ended
+        spent, self._spent = self._spent + self._elapsed, 0.0
+        self._began = self._ended = time.perf_counter()
         return spent
 
 
@@ -225,6 +251,7 @@ class AutoStrategy:
         """Begin an exchange."""
         self._auto.parameters = Parameters.of(self.lightning_module, self._auto.parameters.trained)
         options = self._auto.options[name]
+        self._in_use = name, options
         if options is None:
             self._use_stock(name, trainer)
         else:
@@ -242,20 +269,19 @@ class AutoStrategy:
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._auto.start(self.lightning_module.trainer.global_step, self.reducer.step)
+        self._auto.start(self.reducer.step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        trainer = self.lightning_module.trainer
+        trainer, before, text = self.lightning_module.trainer, self.choice, ""
         if self._auto.is_due(self, trainer):
-            before = self.choice
             text = self._auto.decide(self)
-            if self.choice != before:
-                self._switch(trainer)
-            if self.global_rank == 0 and text:
-                if self.choice == before or not self._auto.tuner.is_settled:
-                    self.inform(text)  # otherwise the summary of the new exchange has said so
-                for logger in trainer.loggers if self._auto.tuner.is_settled else ():
-                    logger.log_metrics(self._auto.scalars(), trainer.global_step)
+        if (self.choice, self._auto.options[self.choice]) != self._in_use:
+            self._switch(trainer)
+        if self.global_rank == 0 and text:
+            if self.choice == before or not self._auto.tuner.is_settled:
+                self.inform(text)  # otherwise the summary of the new exchange has said so
+            for logger in trainer.loggers if self._auto.tuner.is_settled else ():
+                logger.log_metrics(self._auto.scalars(), trainer.global_step)
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
 
@@ -299,7 +325,7 @@ class AutoStrategy:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.root_device.type == "cuda":
+        if self.root_device.type == "cuda" and self._auto.tuner.is_measuring:
             torch.cuda.current_stream(self.root_device).synchronize()
         self._auto.clock.note_end()
         return result
@@ -311,7 +337,8 @@ class AutoStrategy:
     # Checkpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        checkpoint[KEY], checkpoint[SETTLED] = self.choice, self._auto.tuner.is_settled
+        if len(self._auto.options) > 1:
+            checkpoint[KEY], checkpoint[SETTLED] = self.choice, self._auto.settled_for
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _warn_of_lost_residuals(self, path: Any) -> None:
@@ -347,7 +374,11 @@ class AutoDDP(AutoStrategy):
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-        compresses_gradients = not (is_sparse or trainer.gradient_clip_val or self.scaler is not None)
+        base_module = import_module(self._namespace).LightningModule
+        clips = trainer.gradient_clip_val or overrides(
+            self.lightning_module, base_module, "configure_gradient_clipping"
+        )
+        compresses_gradients = not (is_sparse or clips or self.scaler is not None)
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
@@ -424,11 +455,12 @@ class AutoDDP(AutoStrategy):
     # Checkpoints:
 
     def _parts(self, filepath: Any) -> list[Any]:
-        return [] if self._auto.options[self.choice] is None else super()._parts(filepath)
+        trains_stock = self._reducer is not None and self._auto.options[self.choice] is None
+        return [] if trains_stock else super()._parts(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint, checkpoint.get(SETTLED, True))
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint, checkpoint.get(SETTLED))
         return checkpoint
 
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
@@ -443,11 +475,11 @@ class AutoDDP(AutoStrategy):
 
 
 class Loaded(NamedTuple):
-    """The choice in the checkpoint of a fit, and whether it has residuals, and was saved after all tries."""
+    """The choice in the checkpoint of a fit, whether it has residuals, and its entry under `SETTLED`."""
 
     choice: str = ""
     has_residuals: bool = False
-    is_settled: bool = True
+    settled_for: Any = None
 
 
 class Parameters(NamedTuple):
@@ -490,7 +522,7 @@ class _Choice:
         self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
         self._link = Link(1e9)
-        self._step, self._waited = 0, 0.0
+        self._step = self._ranks = 0
 
     @property
     def reducer_options(self) -> ReducerOptions:
@@ -498,15 +530,15 @@ class _Choice:
 
     def begin(self, strategy: AutoStrategy, trainer: Any) -> None:
         """Find the candidates for a fit, and the first one."""
-        ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
+        self._ranks, optimizers = dist.get_world_size(strategy._group), strategy.optimizers
         self.options, self._callbacks = {strategy._stock: None}, [*trainer.callbacks]
         stepped = {*map(id, parameters_of(optimizers))}
         params = [*strategy.lightning_module.parameters()]
         trains = any(id(param) in stepped and param.requires_grad for param in params)
         trains &= not any(map(is_lazy, params))  # of DDP's errors, that for these is clear
         trains &= all(param.dtype in REDUCIBLE for param in params if param.requires_grad)
-        if ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            self.options |= strategy._candidates(self._base, trainer, ranks)
+        if self._ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            self.options |= strategy._candidates(self._base, trainer, self._ranks)
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy) if len(names) > 1 else {names[0]: 0.0}, names[0])
@@ -520,10 +552,25 @@ class _Choice:
         if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
         resumed = loaded.choice if loaded.choice in names else ""
-        self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and loaded.is_settled)
+        settled = bool(resumed) and self._is_settled(loaded.settled_for)
+        self.tuner = Tuner(links, resumed or first, settled=settled)
         only = "the model, the optimizer or the number of ranks"
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
+
+    @property
+    def settled_for(self) -> tuple[int, float] | None:
+        """The entry of a checkpoint under `SETTLED`."""
+        links = self.tuner.links
+        return (self._ranks, links[next(iter(links))]) if self.tuner.is_settled else None
+
+    def _is_settled(self, found: Any) -> bool:
+        """Return whether a checkpoint was saved after all tries, with as many ranks and over a similar link."""
+        if not isinstance(found, tuple | list):
+            return False
+        ranks, before = found
+        low, high = sorted((before, self.tuner.links[next(iter(self.options))]))
+        return bool(ranks == self._ranks and (high < SHORT or high < OTHER_LINK * low))
 
     def forget(self) -> None:
         """Forget a fit, and a checkpoint that an evaluation has loaded."""
@@ -534,61 +581,71 @@ class _Choice:
         if len(self.options) > 1:
             self.tuner.restart(self._measure(strategy))
 
-    def start(self, done: int, exchanges: int) -> None:
-        """Begin to measure, after `done` steps of the training, and `exchanges` of the density warm-up."""
-        self._step, self._waited, self.clock = done, 0.0, _Clock()
-        self.tuner.wait(WARMUP - exchanges)
+    def start(self, done: int) -> None:
+        """Begin to measure, after `done` exchanges of the training."""
+        self._step, self.clock = done, _Clock()
+        self.tuner.wait(WARMUP - done)
 
     def _measure(self, strategy: AutoStrategy) -> dict[str, float]:
-        """Measure the link; return the seconds on it of a step of each candidate."""
+        """Measure the link; return the seconds on it of a step of each candidate.
+
+        It also chooses the granularity of updates. One segment takes the latency of the link once in each step. Several
+        segments can be sent within backward, while the next gradients are computed.
+        """
         comm = ProcessGroupComm(strategy._group)
         self._link = Link(*measure_link(comm, strategy.root_device, comm.of_all()))
         params = sum(param.numel() for param in strategy.lightning_module.parameters() if param.requires_grad)
-        work = Workload.even(params * comm.size // strategy.world_size, 0.0, 0.0)  # of a rank's shards
-        links = {}
-        for name, options in self.options.items():
-            method = DENSE
-            if options is not None:
-                what, method = options.choose(strategy.optimizers)[0], options.method
-                if what == "update":
-                    method = replace(options.for_updates(method, comm.size)[0], update_rule=None)
-            nbytes = 2 if name == BF16 else 4
-            links[name] = step(method, work, comm.size, self._link, Costs(), dense_bytes=nbytes).seconds
+        params = params * comm.size // strategy.world_size  # of a rank's shards
+        buckets = Workload.even(params, 0.0, 0.0, self._base.reducer.bucket_cap_mb)
+        whole = replace(buckets, segments=(params,), arrivals=(1.0,))
+        seconds = partial(self._seconds, ranks=comm.size, optimizers=strategy.optimizers)
+        links = {name: seconds(name, buckets) for name in self.options}
+        for name in (TOPK, NEXT_STEP):
+            if (options := self.options.get(name)) is not None:
+                in_one = seconds(name, whole)
+                is_far = params <= MAX_SEGMENT and links[name] - in_one > max(FAR, in_one / 2)
+                links[name] = in_one if is_far else links[name]
+                granularity: Granularity = "model" if is_far else "bucket"
+                if options.reducer.granularity != granularity:
+                    self.options[name] = replace(options, reducer=replace(options.reducer, granularity=granularity))
         return links
+
+    def _seconds(self, name: str, work: Workload, ranks: int, optimizers: Sequence[Optimizer]) -> float:
+        """Return the seconds on the link of a step of a candidate."""
+        method = DENSE
+        if (options := self.options[name]) is not None:
+            what, method = options.choose(optimizers)[0], options.method
+            if what == "update":
+                method = replace(options.for_updates(method, ranks)[0], update_rule=None)
+        return step(method, work, ranks, self._link, Costs(), dense_bytes=2 if name == BF16 else 4).seconds
 
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
-        done = trainer.global_step
+        done = strategy.reducer.step  # equal on all ranks; one rank alone may skip a step of its optimizer
         in_finder = self._callbacks and not any(callback in trainer.callbacks for callback in self._callbacks)
         if done == self._step or len(self.options) == 1 or in_finder:
             return False
         self._step = done
-        exposed = strategy.reducer.seconds["exposed"]
-        waited, self._waited = max(0.0, exposed - self._waited), exposed
-        if isinstance(strategy._training, StockTraining):
-            waited = math.nan
-        return self.tuner.note(Numbers(self.clock.take(), waited))
+        return self.tuner.note(self.clock.take())
 
     def decide(self, strategy: AutoStrategy) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
-        own = torch.tensor(self.tuner.medians(), device=strategy.root_device)
+        own = torch.tensor([self.tuner.median()], device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
-        before, was_settled, factor = self.tuner.current, self.tuner.is_settled, 1.0
+        was_settled, factor = self.tuner.is_settled, 1.0
         with comm.uncounted():
-            slowest = Numbers(*map(float, everyone.all_gather(own).max(0).values))
+            slowest = float(everyone.all_gather(own).max())
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
-            now = f"a step takes {1e3 * slowest.seconds:.3g} ms now"
+            now = f"a step takes {1e3 * slowest:.3g} ms now"
             return f"{self._name}: {now}, and {self._link_text()}: it tries again."
-        if self.tuner.current != before:
-            self._waited = 0.0
         if self.tuner.is_settled and not was_settled:
             self.reason = f"{self._name}, by measured steps: {self.tuner.summary()}; {self._link_text()}"
             return f"{self._name} keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
@@ -597,7 +654,7 @@ class _Choice:
     def scalars(self) -> dict[str, float]:
         """Return the times by which the choice was made, and the link, for loggers."""
         tuner, link = self.tuner, self._link
-        found = {name + logged.MEASURED: 1e3 * numbers.seconds for name, numbers in tuner.times.items()}
+        found = {name + logged.MEASURED: 1e3 * seconds for name, seconds in tuner.times.items()}
         found |= {name + logged.BOUND: 1e3 * tuner.bound(name) for name in tuner.links if name not in tuner.times}
         found |= {logged.CHOSEN: found[tuner.current + logged.MEASURED]}
         found |= {logged.LINK: 8e-6 * link.bandwidth, logged.MESSAGE: 1e3 * link.latency}

@@ -88,7 +88,7 @@ class AutoHSDP(AutoStrategy):
     def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:
         # Lightning loads a sharded model after the exchange has begun.
         before, has_residuals = self.choice, info is not None and "replicas" in info
-        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), has_residuals, checkpoint.get(SETTLED, True))
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), has_residuals, checkpoint.get(SETTLED))
         self._auto.choose_first()
         if self.choice != before:
             self._replace(self.lightning_module.trainer)

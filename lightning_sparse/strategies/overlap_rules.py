@@ -47,7 +47,7 @@ def overlap_blocker(
     owners: list[tuple[Any, Any, tuple[str, ...]]] = [(module, lightning.LightningModule, (*HOOKS, *OF_MODULES))]
     owners += [(callback, lightning.Callback, HOOKS) for callback in trainer.callbacks]
     blockers += [
-        (_overrides(owner, base, name), f"{type(owner).__name__}.{name} comes first")
+        (overrides(owner, base, name), f"{type(owner).__name__}.{name} comes first")
         for owner, base, names in owners
         for name in names
     ]
@@ -58,7 +58,7 @@ def overlap_blocker(
     return next((text for applies, text in blockers if applies), "")
 
 
-def _overrides(owner: Any, base: Any, name: str) -> bool:
+def overrides(owner: Any, base: Any, name: str) -> bool:
     """Return whether an object has its own method in place of its base's."""
     try:
         return bool(is_overridden(name, owner, base))

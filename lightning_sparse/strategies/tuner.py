@@ -1,16 +1,14 @@
 """Chooses among candidates by measured times of steps. It only computes, and it is equal on all ranks.
 
-A step takes at least the compute time that measured steps show, and at least the time of its bytes on the link. A
-candidate is tried if this bound is below the fastest measured step. So a try takes little more than twice the time of
-that step, although the candidate's own work is unknown. After the tries the fastest candidate trains.
+A step takes at least the compute time that steps of stock all-reduce show, and at least the time of its bytes on the
+link. A candidate is tried if this bound is below the fastest measured step. So a try takes little more than twice the
+time of that step, although the candidate's own work is unknown. After the tries the fastest candidate trains.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
-from typing import NamedTuple
 
 SETTLING, WINDOW = 4, 7
 """Steps that are left out after a switch, and measured steps before a decision. On a GPU up to six exchanges capture
@@ -33,18 +31,6 @@ ERROR = 0.7
 """Share of the estimated time on the link that a bound contains: the link was measured in a short time."""
 
 
-class Numbers(NamedTuple):
-    """Measurements of the slowest rank.
-
-    Attributes:
-        seconds: median duration of a step.
-        waiting: median part of it in which the rank waited for the exchange; NaN if this is unknown.
-    """
-
-    seconds: float
-    waiting: float
-
-
 class Tuner:
     """The candidates, their measured times, and the present choice.
 
@@ -56,14 +42,14 @@ class Tuner:
     Attributes:
         current: the candidate that trains.
         is_settled: whether all promising candidates have been tried.
-        times: measured candidates.
+        times: measured seconds of a step by candidate.
     """
 
     def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
         self.links, self.current, self.is_settled = dict(links), current, settled or len(links) == 1
-        self.times: dict[str, Numbers] = {}
+        self.times: dict[str, float] = {}
         self._stock = next(iter(links))
-        self._window: list[Numbers] = []
+        self._window: list[float] = []
         self._left = SETTLING
         self._has_drifted = False
         self._every = EVERY
@@ -72,31 +58,35 @@ class Tuner:
         """Measure no step before so many steps of the first candidate, `SETTLING` at least."""
         self._left = max(SETTLING, steps)
 
-    def note(self, numbers: Numbers) -> bool:
-        """Add this rank's numbers of a step; return whether all ranks compare their medians now."""
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the time of the present step, or of the next one, counts."""
+        return len(self.links) > 1 and self._left <= 1
+
+    def note(self, seconds: float) -> bool:
+        """Add the seconds of a step on this rank; return whether all ranks compare their medians now."""
         if self._left:
             self._left -= 1
         else:
-            self._window.append(numbers)
+            self._window.append(seconds)
         return len(self._window) == WINDOW and len(self.links) > 1
 
-    def medians(self) -> Numbers:
-        """Return this rank's medians of the measured steps."""
-        seconds, waiting = zip(*self._window, strict=True)
-        return Numbers(statistics.median(seconds), statistics.median(waiting))
+    def median(self) -> float:
+        """Return this rank's median of the measured steps."""
+        return statistics.median(self._window)
 
     @property
     def probe_seconds(self) -> float:
         """The time for a message that shows the speed of the link before the next decision; 0 if none is needed."""
         if not self.is_settled or self.current == self._stock or self.current not in self.times:
             return 0.0
-        return PROBE * self._every * self.times[self.current].seconds
+        return PROBE * self._every * self.times[self.current]
 
-    def decide(self, slowest: Numbers, speed_up: float = 1.0) -> bool:
+    def decide(self, slowest: float, speed_up: float = 1.0) -> bool:
         """Choose the candidate that trains next.
 
         Args:
-            slowest: the slowest rank's medians.
+            slowest: the slowest rank's median.
             speed_up: factor by which the link is faster than before.
 
         Returns:
@@ -115,46 +105,39 @@ class Tuner:
         """Try candidates anew, with new times on the link."""
         self.links, self.times, self.is_settled = dict(links), {}, False
         self._has_drifted, self._left = False, SETTLING
-        self._every = min(2 * self._every, RAREST)
+        self._window.clear()
 
-    def _has_changed(self, slowest: Numbers, speed_up: float) -> bool:
+    def _has_changed(self, slowest: float, speed_up: float) -> bool:
         before = self.times.setdefault(self.current, slowest)  # not measured before a resume
-        drifts = abs(slowest.seconds / before.seconds - 1) > DRIFT or speed_up > FASTER
+        drifts = abs(slowest / before - 1) > DRIFT or speed_up > FASTER
         changed, self._has_drifted = drifts and self._has_drifted, drifts
         self._left = 0 if drifts else self._every
+        self._every = min(2 * self._every, RAREST) if changed else self._every
         return changed
 
     def _next(self) -> tuple[str, bool]:
         """Return the candidate that trains next, and whether it is the final choice."""
-        fastest = min(self.times, key=lambda name: self.times[name].seconds)
-        best = self.times[fastest].seconds
+        fastest = min(self.times, key=self.times.__getitem__)
+        best = self.times[fastest]
         untried = {name: self.bound(name) for name in self.links if name not in self.times}
         promising = min(untried, key=untried.__getitem__, default=None)
         if promising is not None and untried[promising] < (1 - GAIN) * best:
             return promising, False
-        if self._stock in self.times and self.times[self._stock].seconds < best * (1 + MARGIN):
+        if self._stock in self.times and self.times[self._stock] < best * (1 + MARGIN):
             return self._stock, True
         return fastest, True
 
     def bound(self, name: str) -> float:
         """Return the least time of a step of a candidate that has not been tried."""
-        # Measured steps contain the own work of methods that compress. Stock all-reduce has none.
-        return max(0.0 if name == self._stock else self._compute, ERROR * self.links[name])
-
-    @property
-    def _compute(self) -> float:
-        """The least compute time of a step that the measurements show."""
-        found = [0.0]
-        for name, (seconds, waiting) in self.times.items():
-            if name == self._stock:
-                found.append(seconds - self.links[name])
-            elif not math.isnan(waiting):
-                found.append(seconds - waiting)
-        return max(found)
+        if name == self._stock:
+            return ERROR * self.links[name]
+        # Only steps of stock all-reduce show the compute time: other methods do work of their own.
+        compute = self.times.get(self._stock, 0.0) - self.links[self._stock]
+        return max(compute, ERROR * self.links[name])
 
     def summary(self) -> str:
         """Return the measured times, and the bounds of the candidates that were not tried, as a text."""
-        tried = [f"{name} {1e3 * numbers.seconds:.3g} ms a step" for name, numbers in self.times.items()]
+        tried = [f"{name} {1e3 * seconds:.3g} ms a step" for name, seconds in self.times.items()]
         bounds = [f"{name} at least {1e3 * self.bound(name):.3g}" for name in self.links if name not in self.times]
         text = ", ".join(tried) or "nothing measured yet"
         return f"{text}; not tried: {', '.join(bounds)}" if bounds else text

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse import AutoDDPStrategy, AutoHSDPStrategy
 from lightning_sparse.strategies import auto
-from lightning_sparse.strategies.tuner import Numbers, Tuner
+from lightning_sparse.strategies.tuner import Tuner
 
 
 class Planned(Tuner):
@@ -20,13 +20,13 @@ class Planned(Tuner):
         super().__init__(links, current if settled else self.plan[0], settled=settled)
         self.steps = 0
 
-    def note(self, numbers: Numbers) -> bool:
-        assert numbers.seconds > 0
+    def note(self, seconds: float) -> bool:
+        assert seconds > 0
         self.steps += 1
-        self._window = [numbers]
+        self._window = [seconds]
         return self.steps % 6 == 0 and not self.is_settled
 
-    def decide(self, slowest: Numbers, speed_up: float = 1.0) -> bool:
+    def decide(self, slowest: float, speed_up: float = 1.0) -> bool:
         self.times[self.current] = slowest
         self.current = self.plan[min(self.steps // 6, len(self.plan) - 1)]
         self.is_settled = self.steps // 6 >= len(self.plan) - 1

@@ -20,7 +20,11 @@ from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, at
 from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.hooks.update_exchange import exchange_of
-from lightning_sparse.strategies.auto import KEY, _add_once
+from lightning_sparse.options import ReducerOptions
+from lightning_sparse.strategies import auto as auto_module
+from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice
+from lightning_sparse.strategies.strategy_options import StrategyOptions
+from lightning_sparse.strategies.tuner import Tuner
 from tests.integration.planned import Watch, follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
@@ -246,8 +250,67 @@ def resumed(rank: int, folder: Any, name: str) -> Any:
 @pytest.mark.parametrize("name", ["topk", "ddp"])
 def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
     for rank, (saved, names, equal, left, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
-        assert (saved, names, equal, left) == (name, [name], True, ("", False, True))
+        assert (saved, names, equal, left) == (name, [name], True, ("", False, None))
         assert rank or "by the checkpoint" in said[0]
+
+
+def divided(rank: int, latencies: Sequence[float], plan: Sequence[str]) -> tuple[list[int], Tensor]:
+    """Return the number of segments in each step. The link changes after step 9, and ranks measure it again."""
+    auto_module.measure_link = lambda *_: (1e6, latencies[0])
+    strategy, segments = auto(plan, bucket_cap_mb=5e-4), []
+
+    def look(run: Any, *_: Any) -> None:
+        segments.append(len(strategy.reducer.layout.segments))
+        if run.global_step == 9:
+            auto_module.measure_link = lambda *_: (1e6, latencies[1])
+            strategy._auto.measure_again(strategy)
+
+    watch = fit(
+        Net(torch.optim.AdamW, lr=0.01),
+        strategy,
+        rank,
+        callbacks=[pl.callbacks.LambdaCallback(on_train_batch_end=look)],
+    )
+    return segments, watch.weights[-1]
+
+
+@pytest.mark.parametrize("plan", [["topk"], ["topk, next step", "topk"]])
+def test_over_a_long_round_trip_updates_are_exchanged_in_one_segment(plan):
+    (few, weights), (same, theirs) = lightning_ranks(2, divided, (0.05, 1e-4), plan)
+    assert few == same
+    assert few[:9] == [1] * 9
+    assert {*few[9:]} == {few[-1]} != {1}
+    assert torch.equal(weights, theirs)
+
+
+@pytest.mark.parametrize(
+    ("found", "stock", "settled"),
+    [
+        ((2, 1.0), 1.0, True),
+        ((2, 1.0), 2.1, False),
+        ((2, 2.1), 1.0, False),
+        ((2, 0.001), 0.04, True),  # both links are fast
+        ((4, 1.0), 1.0, False),
+        (None, 1.0, False),
+    ],
+)
+def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, settled):
+    choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
+    choice.options["topk"], choice._ranks = choice._base, 2
+    choice.tuner, choice.loaded = Tuner({"ddp": stock, "topk": 0.01}, "ddp"), Loaded("topk", True, found)
+    choice.choose_first()
+    assert (choice.tuner.current, choice.tuner.is_settled) == ("topk", settled)
+    assert choice.settled_for == ((2, stock) if settled else None)
+
+
+def without_choice(rank: int, folder: Any) -> Any:
+    saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
+    fit(Net(torch.optim.LBFGS), auto([]), rank, max_steps=2, callbacks=[saves])
+    return torch.load(f"{folder}/last.ckpt", weights_only=True).get(KEY)
+
+
+def test_a_training_without_a_choice_saves_none(tmp_path):
+    assert lightning_ranks(2, without_choice, tmp_path) == [None, None]
 
 
 def resumed_early(rank: int, folder: Any) -> tuple[str, bool, bool]:
@@ -368,7 +431,14 @@ class Complex(Net):
         return nn.functional.cross_entropy(self.layers(turned), batch[1])
 
 
-MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding, "complex numbers": Complex}
+class Clipping(Net):
+    """Clips by its own rule."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.1)
+
+
+MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding, "complex numbers": Complex, "clipping": Clipping}
 
 
 def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
@@ -390,6 +460,7 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
         ("AdamW", 2, "next_step", ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
         ("SGD", 2, None, ["ddp", "int8", "int4"]),
         ("Rprop", 2, None, ["ddp", "int8", "int4"]),
+        ("clipping", 2, None, ["ddp"]),
         *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "topk"])], []),
     ],
 )
@@ -446,6 +517,33 @@ class Frozen(Net):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.embedding.requires_grad_(False)
+
+
+class Raw(Linear):
+    """Steps without Lightning's wrapper of the optimizer, which counts steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def raw(rank: int) -> tuple[list[str], Tensor]:
+    watch = fit(Raw(torch.optim.AdamW, lr=0.01), auto(["ddp", "topk", "ddp"]), rank, max_steps=-1, max_epochs=3)
+    return watch.names, watch.weights[-1]
+
+
+def test_steps_of_raw_optimizers_are_counted():
+    (names, weights), (same, theirs) = lightning_ranks(2, raw)
+    assert names == same
+    assert [*dict.fromkeys(names)] == ["ddp", "topk"]
+    assert names[-1] == "ddp"
+    assert torch.equal(weights, theirs)
 
 
 class Scaled(Linear):
