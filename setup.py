@@ -25,7 +25,15 @@ def description() -> str:
 
 
 class BuildLibrary(build_ext):
-    """Names the library without a version of Python."""
+    """Names the library without a version of Python, and also puts it beside its source.
+
+    In a clone, Python imports the source, and not the installed package.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.inplace:
+            self.copy_extensions_to_source()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + (".pyd" if os.name == "nt" else ".so")

@@ -42,7 +42,7 @@ from lightning_sparse.cost import DENSE, Costs, Link, Step, Workload, break_even
 from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.trained import SHARDED, TRAINED
+from lightning_sparse.trained import DELAYED, SHARDED, TRAINED
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 
@@ -392,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dense_name, dense, _, _ = next(row for row in rows if row.name in baselines)
     best, fastest, _, _ = next(row for row in rows if row.name in baselines or trained.get(row.name, 0) >= args.workers)
     if best in baselines:
-        print(f"\nOf the methods that trained as well as dense with {args.workers} workers, {best} is the fastest.")
+        print(f"\nNo method that trained as well as dense with {args.workers} workers is faster than {best}.")
         untried = next((row for row in rows if row.name in trained), None)
         if untried is None or untried.step.seconds > dense.seconds / 1.1:
             print("Stay with it.")
@@ -412,7 +412,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"baseline. It trained as well as dense training in this project's runs with up to {trained[best]} "
             f"workers; check that with your model."
         )
-    delayed = [(row.delayed.seconds, row.name) for row in rows if row.delayed and row.name in trained]
+    allowed = [row for row in rows if min(DELAYED, trained.get(row.name, 0)) >= args.workers]
+    delayed = [(row.delayed.seconds, row.name) for row in allowed if row.delayed]
     if delayed and min(delayed)[0] < 0.9 * fastest.seconds:
         seconds, name = min(delayed)
         print(

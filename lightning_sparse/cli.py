@@ -175,7 +175,7 @@ def main(args: ArgsType = None) -> None:
         args: arguments to parse instead of `sys.argv[1:]`.
     """
     if not RequirementCache("jsonargparse[signatures]>=4.52"):
-        raise SystemExit("The command line needs jsonargparse, 4.52 or later: pip install 'lightning_sparse[cli]'")
+        raise SystemExit("The command line needs jsonargparse: pip install 'jsonargparse[ruamel,signatures]>=4.52'")
     CLI(
         parser_kwargs={
             "prog": PROGRAM,

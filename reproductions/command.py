@@ -32,7 +32,7 @@ def finding(name: str) -> Finding:
         SystemExit: a package is missing.
     """
     if absent := [package for package in PACKAGES if find_spec(package) is None]:
-        raise SystemExit(f"reproductions need {' and '.join(absent)}: pip install 'lightning_sparse[examples]'")
+        raise SystemExit(f"reproductions need {' and '.join(absent)}: pip install '.[examples]' in a clone")
     found: Finding = import_module(f"reproductions.{name.replace('-', '_')}").FINDING
     return found
 

@@ -248,7 +248,7 @@ def test_list_and_help(capsys):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "pandas" else name)
-    with pytest.raises(SystemExit, match=r"reproductions need pandas: pip install 'lightning_sparse\[examples\]'"):
+    with pytest.raises(SystemExit, match=r"reproductions need pandas: pip install '.\[examples\]'"):
         command.main(["volume"])
 
 

@@ -207,8 +207,7 @@ class FabricCalls:
             if not hasattr(optimizer, "param_groups"):
                 raise TypeError(
                     f"fabric.setup got a {type(optimizer).__name__} in the place of an optimizer. After the model, "
-                    f"give only optimizers. If it is a scheduler, pass it as scheduler=: fabric.setup(model, "
-                    f"optimizer, scheduler=scheduler)."
+                    f"give only optimizers. If it is a scheduler, leave it out: it needs no setup."
                 )
             if own.isdisjoint(map(id, parameters_of([optimizer]))):
                 remedy = "Make the optimizer of the parameters of this model."
