@@ -92,6 +92,7 @@ ALLOWED = {
         "shards",
         "trained",
         "update_rule",
+        "updates",
     },
     "callbacks": {
         *("_compat", "_lightning", "observer", "layout", "context", "compressors", "reducer", "strategies"),

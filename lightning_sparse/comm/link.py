@@ -1,11 +1,14 @@
-"""Measures the link between ranks by a few short all-reduces."""
+"""Measures the link between ranks by a few short collectives."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.comm.base import Comm
 
@@ -28,10 +31,10 @@ def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None)
         all ranks.
     """
     everyone = everyone or comm
-    short = _slowest(everyone, device, statistics.median([_timed(comm, device, 2) for _ in range(6)][1:]))
+    short = _slowest(everyone, device, statistics.median([_timed(comm.all_reduce, device, 2) for _ in range(6)][1:]))
     numel, seconds = 1 << 14, 0.0
     while True:
-        seconds = _slowest(everyone, device, _timed(comm, device, numel))
+        seconds = _slowest(everyone, device, _timed(comm.all_reduce, device, numel))
         if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
             break
         numel *= 4
@@ -62,7 +65,12 @@ def speed_up(
     """
     numel = min(max(1 << 10, int(seconds * bandwidth / _element_bytes(comm))), MOST_ELEMENTS)
     expected = _element_bytes(comm) * numel / bandwidth + _messages(comm) * latency
-    return expected / _slowest(everyone or comm, device, _timed(comm, device, numel))
+    return expected / _slowest(everyone or comm, device, _timed(comm.all_reduce, device, numel))
+
+
+def shortest_gather(comm: Comm, device: torch.device) -> float:
+    """Return the seconds of an all-gather of one element, the least of three. All ranks call it."""
+    return min(_timed(comm.all_gather, device, 1) for _ in range(3))
 
 
 def _messages(comm: Comm) -> int:
@@ -75,12 +83,12 @@ def _element_bytes(comm: Comm) -> float:
     return 4 * _messages(comm) / comm.size
 
 
-def _timed(comm: Comm, device: torch.device, numel: int) -> float:
+def _timed(collective: Callable[[Tensor], Any], device: torch.device, numel: int) -> float:
     x = torch.zeros(numel, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
-    comm.all_reduce(x)
+    collective(x)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started

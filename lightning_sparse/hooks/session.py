@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
+from lightning_sparse.comm.link import shortest_gather
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
 from lightning_sparse.comm.process_group import CONNECT_SECONDS, call_in_thread, has_ended
 from lightning_sparse.comm.store import StoreTimeout, in_thread
@@ -44,8 +45,11 @@ _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 """The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
 STUCK_SECONDS = 20.0
 """Seconds after which a device that still works is taken to wait for another rank, after training has failed."""
-OPENING, LEAST_OPENING = 1 << 19, 1 << 17
-"""Bytes that a rank sends to all ranks before training, and the least to each one (benchmarks.opening)."""
+OPENING, LEAST_OPENING, MOST_OPENED = 1 << 19, 1 << 17, 32
+"""Bytes that a rank sends before training to all ranks, the least to each one, and the most ranks to which it sends
+them (benchmarks.opening)."""
+LONG_TRIP, LONG_WAIT = 0.005, 0.05
+"""Seconds of one message, and of those of a step, from which there is a warning of the latency."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
@@ -268,15 +272,15 @@ class Session:
         A new connection sends slowly. BBR raises its rate only while a message fills it. The messages of sparse steps
         are too short: over a round trip of 50 ms they would stay slow for the whole training.
         """
-        if self.comm.size == 1:
+        if (size := self.comm.size) == 1:
             return
-        nbytes = max(OPENING // self.comm.size, LEAST_OPENING)
-        rows = torch.zeros(self.comm.size, nbytes, dtype=torch.uint8, device=self.device)
+        nbytes = max(OPENING // size, LEAST_OPENING) if size <= MOST_OPENED else 1
+        row = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         with self.comm.uncounted():
             if self.over_nccl:
-                self.comm.all_gather(rows[0])
+                self.comm.all_gather(row)
             else:
-                self.comm.all_to_all(rows)
+                self.comm.all_to_all(row.repeat(size, 1))
 
     def dry_run(self, params: Mapping[str, Tensor]) -> None:
         """Run warm-up steps on zeros along every code path that training will take, then reset.
@@ -343,6 +347,20 @@ class Session:
                 f"Rank 0 broadcasts {nbytes:,} bytes of buffers {when}, more than the {sent:,} bytes that a rank sends "
                 f"in an exchange. The largest is {largest!r}. If buffers are constant, set broadcast_buffers=False. "
                 f"The statistics of BatchNorm would then differ among ranks."
+            )
+
+    def warn_of_round_trips(self) -> None:
+        """Warn on one rank if the segments of a step wait for the link one after the other. All ranks call it."""
+        assert self.reducer.layout is not None
+        count = len(self.reducer.layout.segments)
+        if self.comm.size == 1 or count == 1:
+            return
+        with self.comm.uncounted():
+            seconds = shortest_gather(self.comm, self.device)
+        if self.comm.is_first and seconds > LONG_TRIP and (count - 1) * seconds > LONG_WAIT:
+            log.warning(
+                f"A step exchanges {count} segments, one after the other, and each waits at least {1e3 * seconds:.0f} "
+                f"ms for the link. Set granularity='model' to exchange the model in one segment."
             )
 
     def fail(self, error: BaseException) -> None:

@@ -21,6 +21,7 @@ import contextlib
 import gc
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,13 +42,13 @@ from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.gradients import REDUCIBLE
-from lightning_sparse.hooks import agree
+from lightning_sparse.hooks import agree, report_errors_to_peers
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
-from lightning_sparse.layout import MAX_SEGMENT, Granularity
+from lightning_sparse.layout import Granularity, Layout
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.shards import parameters_of
+from lightning_sparse.shards import local, parameters_of
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.overlap_rules import overrides
 from lightning_sparse.strategies.strategy_options import StrategyOptions
@@ -55,11 +56,12 @@ from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
 from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
+from lightning_sparse.updates.parameters import exchanged_parameters
 
 log = logging.getLogger(__name__)
-KEY, SETTLED = "lightning_sparse_auto", "lightning_sparse_auto_settled"
-"""Keys of the choice in a checkpoint; and of the number of ranks, and the seconds of a dense step on the link, with
-which all candidates had been tried: None before. A training without a choice has neither."""
+KEY, BASIS = "lightning_sparse_auto", "lightning_sparse_auto_basis"
+"""Keys of the choice in a checkpoint, and of its basis: the number of ranks, the seconds of a dense step on the link,
+and whether all candidates had been tried. A training without a choice has neither."""
 STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
@@ -67,7 +69,7 @@ WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
 """Steps before the first measurement. In the density warm-up of updates ranks send more than later."""
 OTHER_LINK = 2.0
 """Ratio of the times of a dense step on two links from which a choice for one does not hold for the other."""
-FAR = 0.005
+FAR = 0.01
 """Seconds of latency in each step that are worth an exchange of updates in one segment."""
 CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps")
 FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
@@ -91,11 +93,6 @@ class StockTraining(Training):
         frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.exchanger, self.optimizers, self._frozen = exchanger, optimizers, frozen
-        # In manual optimization, raw optimizers step without the strategy. Some optimizers call no hooks.
-        self._hooks, hooked = [], [each for each in optimizers[:1] if has_step_hooks(each)]
-        for optimizer in hooked:
-            have_hooks_called(optimizer)
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: exchanger.count_step()))
 
     def after_backward(self, post_backward: Callable[[], None]) -> None:
         super().after_backward(post_backward)
@@ -110,20 +107,15 @@ class StockTraining(Training):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         result = step(closure)
-        if optimizer is self.optimizers[0] and not self._hooks:
+        if optimizer is self.optimizers[0]:
             self.exchanger.count_step()
         return result
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().close()
 
 
 class _Clock:
     """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data.
 
-    Raw optimizers in manual optimization note no end. Then loading of data counts, too.
+    In manual optimization with raw optimizers there is no note of an end. Then loading of data counts, too.
     """
 
     def __init__(self) -> None:
@@ -168,6 +160,9 @@ class AutoStrategy:
     """The name of the dense average of gradients among the candidates."""
     _chosen: ClassVar[Sequence[str]] = (*CHOSEN, *FIXED)
     """Options that are a part of the choice."""
+    _steps = 0
+    """Number of steps of any optimizer on this rank."""
+    _step_hooks: Sequence[Any] = ()
 
     if TYPE_CHECKING:
         _options: Any
@@ -245,6 +240,10 @@ class AutoStrategy:
 
     def _start_exchange(self, trainer: Any) -> None:
         self._auto.begin(self, trainer)
+        self._step_hooks = hooks = []
+        for optimizer in filter(has_step_hooks, self.optimizers):
+            have_hooks_called(optimizer)
+            hooks.append(optimizer.register_step_post_hook(self._note_step))
         self._use(self.choice, trainer)
 
     def _use(self, name: str, trainer: Any) -> None:
@@ -269,10 +268,12 @@ class AutoStrategy:
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._auto.start(self.reducer.step)
+        self._auto.start(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer, before, text = self.lightning_module.trainer, self.choice, ""
+        if not self.lightning_module.automatic_optimization:
+            self._synchronize()
         if self._auto.is_due(self, trainer):
             text = self._auto.decide(self)
         if (self.choice, self._auto.options[self.choice]) != self._in_use:
@@ -319,26 +320,48 @@ class AutoStrategy:
 
     # Measurement:
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._auto.clock.note_end()
+    @property
+    def done(self) -> int:
+        """The number of steps so far, for one kind of exchange. It is equal on all ranks.
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        While updates are exchanged, one rank alone may skip a step of its optimizer. So their exchanges count.
+        """
+        return self.reducer.step if isinstance(self._training, UpdateTraining) else self._steps
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_step(self, *_: Any) -> None:
+        self._steps += 1
+
+    def _synchronize(self) -> None:
         if self.root_device.type == "cuda" and self._auto.tuner.is_measuring:
             torch.cuda.current_stream(self.root_device).synchronize()
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self.lightning_module.automatic_optimization:
+            self._auto.clock.note_end()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        before = self._steps
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._steps == before:  # the optimizer calls no hooks, or Lightning's gradient scaler has skipped the step
+            self._note_step()
+        self._synchronize()
         self._auto.clock.note_end()
         return result
 
     def teardown(self) -> None:
         super().teardown()
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = ()
         self._auto.forget()
 
     # Checkpoints:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if len(self._auto.options) > 1:
-            checkpoint[KEY], checkpoint[SETTLED] = self.choice, self._auto.settled_for
+            checkpoint[KEY], checkpoint[BASIS] = self.choice, self._auto.basis
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _warn_of_lost_residuals(self, path: Any) -> None:
@@ -460,7 +483,7 @@ class AutoDDP(AutoStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint, checkpoint.get(SETTLED))
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), sidecars.KEY in checkpoint, checkpoint.get(BASIS))
         return checkpoint
 
     def _load_residuals(self, info: Any, states: Mapping[str, Any], path: Any) -> None:
@@ -475,11 +498,11 @@ class AutoDDP(AutoStrategy):
 
 
 class Loaded(NamedTuple):
-    """The choice in the checkpoint of a fit, whether it has residuals, and its entry under `SETTLED`."""
+    """The choice in the checkpoint of a fit, whether it has residuals, and its entry under `BASIS`."""
 
     choice: str = ""
     has_residuals: bool = False
-    settled_for: Any = None
+    basis: Any = None
 
 
 class Parameters(NamedTuple):
@@ -540,8 +563,10 @@ class _Choice:
         if self._ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, self._ranks)
         names = [*self.options]
+        with report_errors_to_peers():
+            works = _workloads(strategy, self._base.reducer.bucket_cap_mb) if len(names) > 1 else None
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
-        self.tuner = Tuner(self._measure(strategy) if len(names) > 1 else {names[0]: 0.0}, names[0])
+        self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
         self.choose_first()
 
     def choose_first(self) -> None:
@@ -552,25 +577,19 @@ class _Choice:
         if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
         resumed = loaded.choice if loaded.choice in names else ""
-        settled = bool(resumed) and self._is_settled(loaded.settled_for)
-        self.tuner = Tuner(links, resumed or first, settled=settled)
+        ranks, before, settled = loaded.basis or (0, 0.0, False)
+        low, high = sorted((before, links[names[0]]))
+        if ranks != self._ranks or (high > SHORT and high > OTHER_LINK * low):  # made for others, or for another link
+            resumed = ""
+        self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
         only = "the model, the optimizer or the number of ranks"
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     @property
-    def settled_for(self) -> tuple[int, float] | None:
-        """The entry of a checkpoint under `SETTLED`."""
-        links = self.tuner.links
-        return (self._ranks, links[next(iter(links))]) if self.tuner.is_settled else None
-
-    def _is_settled(self, found: Any) -> bool:
-        """Return whether a checkpoint was saved after all tries, with as many ranks and over a similar link."""
-        if not isinstance(found, tuple | list):
-            return False
-        ranks, before = found
-        low, high = sorted((before, self.tuner.links[next(iter(self.options))]))
-        return bool(ranks == self._ranks and (high < SHORT or high < OTHER_LINK * low))
+    def basis(self) -> tuple[int, float, bool]:
+        """The entry of a checkpoint under `BASIS`."""
+        return self._ranks, self.tuner.links[next(iter(self.options))], self.tuner.is_settled
 
     def forget(self) -> None:
         """Forget a fit, and a checkpoint that an evaluation has loaded."""
@@ -579,32 +598,33 @@ class _Choice:
     def measure_again(self, strategy: AutoStrategy) -> None:
         """Measure the link for a model of another size, and try the candidates anew. All ranks call it."""
         if len(self.options) > 1:
-            self.tuner.restart(self._measure(strategy))
+            self.tuner.restart(self._measure(strategy, _workloads(strategy, self._base.reducer.bucket_cap_mb)))
 
-    def start(self, done: int) -> None:
-        """Begin to measure, after `done` exchanges of the training."""
-        self._step, self.clock = done, _Clock()
-        self.tuner.wait(WARMUP - done)
+    def start(self, strategy: AutoStrategy) -> None:
+        """Begin to measure, after the density warm-up."""
+        self._step, self.clock = strategy.done, _Clock()
+        self.tuner.wait(WARMUP - strategy.reducer.step)
 
-    def _measure(self, strategy: AutoStrategy) -> dict[str, float]:
+    def _measure(self, strategy: AutoStrategy, works: tuple[Workload, Workload, Workload]) -> dict[str, float]:
         """Measure the link; return the seconds on it of a step of each candidate.
 
         It also chooses the granularity of updates. One segment takes the latency of the link once in each step. Several
         segments can be sent within backward, while the next gradients are computed.
+
+        Args:
+            strategy: the strategy.
+            works: see `_workloads`.
         """
         comm = ProcessGroupComm(strategy._group)
         self._link = Link(*measure_link(comm, strategy.root_device, comm.of_all()))
-        params = sum(param.numel() for param in strategy.lightning_module.parameters() if param.requires_grad)
-        params = params * comm.size // strategy.world_size  # of a rank's shards
-        buckets = Workload.even(params, 0.0, 0.0, self._base.reducer.bucket_cap_mb)
-        whole = replace(buckets, segments=(params,), arrivals=(1.0,))
+        gradients, buckets, whole = works
         seconds = partial(self._seconds, ranks=comm.size, optimizers=strategy.optimizers)
-        links = {name: seconds(name, buckets) for name in self.options}
+        links = {name: seconds(name, gradients) for name in self.options}
         for name in (TOPK, NEXT_STEP):
             if (options := self.options.get(name)) is not None:
-                in_one = seconds(name, whole)
-                is_far = params <= MAX_SEGMENT and links[name] - in_one > max(FAR, in_one / 2)
-                links[name] = in_one if is_far else links[name]
+                in_buckets, in_one = seconds(name, buckets), seconds(name, whole)
+                is_far = in_buckets - in_one > FAR
+                links[name] = in_one if is_far else in_buckets
                 granularity: Granularity = "model" if is_far else "bucket"
                 if options.reducer.granularity != granularity:
                     self.options[name] = replace(options, reducer=replace(options.reducer, granularity=granularity))
@@ -624,7 +644,7 @@ class _Choice:
 
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
-        done = strategy.reducer.step  # equal on all ranks; one rank alone may skip a step of its optimizer
+        done = strategy.done
         in_finder = self._callbacks and not any(callback in trainer.callbacks for callback in self._callbacks)
         if done == self._step or len(self.options) == 1 or in_finder:
             return False
@@ -634,22 +654,40 @@ class _Choice:
     def decide(self, strategy: AutoStrategy) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
-        own = torch.tensor([self.tuner.median()], device=strategy.root_device)
+        own = torch.tensor([self.tuner.median(), -_free_bytes(strategy.root_device)], device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
         was_settled, factor = self.tuner.is_settled, 1.0
         with comm.uncounted():
-            slowest = float(everyone.all_gather(own).max())
+            slowest, lacking = everyone.all_gather(own).amax(0).tolist()
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
+        spent = self._bytes(strategy, self.tuner.current)
+        self.tuner.leave_out([name for name in self.options if self._bytes(strategy, name) - spent > -lacking])
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
-            now = f"a step takes {1e3 * slowest:.3g} ms now"
-            return f"{self._name}: {now}, and {self._link_text()}: it tries again."
+            now = f"a step takes {1e3 * slowest:.3g} ms now, and {self._link_text()}"
+            self.reason = f"{self._name}, which tries again: {now}"
+            return f"{self._name}: {now}: it tries again."
         if self.tuner.is_settled and not was_settled:
-            self.reason = f"{self._name}, by measured steps: {self.tuner.summary()}; {self._link_text()}"
-            return f"{self._name} keeps {self.tuner.current}: {self.tuner.summary()}; {self._link_text()}."
+            found = f"{self.tuner.summary()}; {self._link_text()}"
+            if left_out := [name for name in self.options if name not in self.tuner.links]:
+                found += f"; too little memory for {', '.join(left_out)}"
+            self.reason = f"{self._name}, by measured steps: {found}"
+            return f"{self._name} keeps {self.tuner.current}: {found}."
         return ""
+
+    def _bytes(self, strategy: AutoStrategy, name: str) -> float:
+        """Return the bytes that a candidate needs on this rank, in addition to dense averages."""
+        if (options := self.options[name]) is None:
+            return 0
+        params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
+        fp32 = 4 * sum(param.numel() for param in params)
+        residual = fp32 * options.method.memory.error_feedback
+        if options.choose(strategy.optimizers)[0] == "gradient":
+            return residual
+        weights = sum(param.nbytes for param in params)  # that ranks agree on
+        return residual + weights + 2 * fp32 * (options.overlap == "next_step")
 
     def scalars(self) -> dict[str, float]:
         """Return the times by which the choice was made, and the link, for loggers."""
@@ -659,6 +697,36 @@ class _Choice:
         found |= {logged.CHOSEN: found[tuner.current + logged.MEASURED]}
         found |= {logged.LINK: 8e-6 * link.bandwidth, logged.MESSAGE: 1e3 * link.latency}
         return {f"{self._name}/{name}": value for name, value in found.items()}
+
+
+def _workloads(strategy: AutoStrategy, bucket_cap_mb: float) -> tuple[Workload, Workload, Workload]:
+    """Return a rank's part of gradients in buckets, of updates in buckets, and of updates in the fewest segments.
+
+    All ranks return the same, also if shards of one parameter have different lengths.
+    """
+    module, optimizers = strategy.lightning_module, strategy.optimizers
+    shards = int(strategy.world_size) // dist.get_world_size(strategy._group)
+    numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
+    if not {TOPK, NEXT_STEP} & {*strategy._auto.options}:
+        return gradients, gradients, gradients
+    params, _, group_of = exchanged_parameters(module, optimizers)
+    shapes = {name: (-(-param.numel() // shards),) for name, param in params.items()}
+    dtypes = {name: param.dtype for name, param in params.items()}
+    layouts = [Layout.of(shapes, "bucket", bucket_cap_mb, dtypes=dtypes, group_of=group_of)]
+    with contextlib.suppress(ValueError):  # too long for one segment
+        layouts.append(Layout.of(shapes, "model", dtypes=dtypes, group_of=group_of))
+    lengths = [tuple(segment.numel for segment in layout.segments) for layout in layouts]
+    works = [Workload(each, (1.0,) * len(each), 0.0, 0.0) for each in lengths]
+    return gradients, works[0], works[-1]
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Return the free bytes of a GPU's memory; inf for the CPU."""
+    if device.type != "cuda":
+        return math.inf
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> dict[str, Any]:

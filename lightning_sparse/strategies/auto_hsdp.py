@@ -19,7 +19,7 @@ from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
-from lightning_sparse.strategies.auto import KEY, NEXT_STEP, SETTLED, TOPK, AutoStrategy, Loaded, StockTraining
+from lightning_sparse.strategies.auto import BASIS, KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded, StockTraining
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.trained import SHARDED, TRAINED
 
@@ -88,7 +88,7 @@ class AutoHSDP(AutoStrategy):
     def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:
         # Lightning loads a sharded model after the exchange has begun.
         before, has_residuals = self.choice, info is not None and "replicas" in info
-        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), has_residuals, checkpoint.get(SETTLED))
+        self._auto.loaded = Loaded(checkpoint.get(KEY, ""), has_residuals, checkpoint.get(BASIS))
         self._auto.choose_first()
         if self.choice != before:
             self._replace(self.lightning_module.trainer)

@@ -1,14 +1,14 @@
 """Chooses among candidates by measured times of steps. It only computes, and it is equal on all ranks.
 
 A step takes at least the compute time that steps of stock all-reduce show, and at least the time of its bytes on the
-link. A candidate is tried if this bound is below the fastest measured step. So a try takes little more than twice the
-time of that step, although the candidate's own work is unknown. After the tries the fastest candidate trains.
+link. A candidate is tried if this bound is below the fastest measured step. So a try takes at most 2.4 times as
+long as that step, and the candidate's own work, which is unknown. After the tries the fastest candidate trains.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 SETTLING, WINDOW = 4, 7
 """Steps that are left out after a switch, and measured steps before a decision. On a GPU up to six exchanges capture
@@ -62,6 +62,11 @@ class Tuner:
     def is_measuring(self) -> bool:
         """Whether the time of the present step, or of the next one, counts."""
         return len(self.links) > 1 and self._left <= 1
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Never try these candidates, until `restart`."""
+        for name in {*names} - {self._stock, self.current, *self.times}:
+            self.links.pop(name, None)
 
     def note(self, seconds: float) -> bool:
         """Add the seconds of a step on this rank; return whether all ranks compare their medians now."""

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,7 +23,7 @@ from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, G
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies import auto as auto_module
-from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice
+from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice, _Clock
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
 from tests.integration.planned import Watch, follow
@@ -233,6 +234,7 @@ def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
 
 
 def resumed(rank: int, folder: Any, name: str) -> Any:
+    auto_module.measure_link = lambda *_: (1e9, 1e-4)
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=STEPS)
     kind = torch.optim.AdamW
     fit(Net(kind, lr=0.01), auto(["ddp", name]), rank, callbacks=[saves])
@@ -284,23 +286,26 @@ def test_over_a_long_round_trip_updates_are_exchanged_in_one_segment(plan):
 
 
 @pytest.mark.parametrize(
-    ("found", "stock", "settled"),
+    ("found", "stock", "chosen", "settled"),
     [
-        ((2, 1.0), 1.0, True),
-        ((2, 1.0), 2.1, False),
-        ((2, 2.1), 1.0, False),
-        ((2, 0.001), 0.04, True),  # both links are fast
-        ((4, 1.0), 1.0, False),
-        (None, 1.0, False),
+        ((2, 1.0, True), 1.0, "int4", True),
+        ((2, 1.0, False), 1.0, "int4", False),
+        ((2, 1.0, True), 2.1, "topk", False),
+        ((2, 2.1, True), 1.0, "topk", False),
+        ((2, 0.001, True), 0.04, "int4", True),  # both links are fast
+        ((2, 0.001, True), 0.06, "int4", False),  # with the fewest bytes
+        ((4, 1.0, True), 1.0, "topk", False),
+        (None, 1.0, "topk", False),
     ],
 )
-def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, settled):
+def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chosen, settled):
     choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
-    choice.options["topk"], choice._ranks = choice._base, 2
-    choice.tuner, choice.loaded = Tuner({"ddp": stock, "topk": 0.01}, "ddp"), Loaded("topk", True, found)
+    choice.options |= {"topk": choice._base, "int4": choice._base}
+    choice._ranks, choice.loaded = 2, Loaded("int4", False, found)
+    choice.tuner = Tuner({"ddp": stock, "topk": 0.01, "int4": stock / 8}, "ddp")
     choice.choose_first()
-    assert (choice.tuner.current, choice.tuner.is_settled) == ("topk", settled)
-    assert choice.settled_for == ((2, stock) if settled else None)
+    assert (choice.tuner.current, choice.tuner.is_settled) == (chosen, settled)
+    assert choice.basis == (2, stock, settled)
 
 
 def without_choice(rank: int, folder: Any) -> Any:
@@ -519,6 +524,33 @@ class Frozen(Net):
         self.embedding.requires_grad_(False)
 
 
+def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
+    """Rank 1 has room for so many bytes per parameter."""
+    auto_module._free_bytes = lambda device: spared * net.weights.numel() if rank else 1e12
+    auto_module.measure_link = lambda *_: (1e9, 1e-6)
+    net, strategy, said = Net(torch.optim.AdamW, lr=0.01), auto([]), []
+    strategy.inform = said.append  # type: ignore[method-assign]
+    fit(net, strategy, rank, max_steps=120)
+    return [*strategy._auto.tuner.times], said
+
+
+@pytest.mark.parametrize(
+    ("spared", "without"),
+    [
+        (17, []),
+        (15, ["topk, next step"]),
+        (7, ["topk", "topk, next step"]),
+        (3, ["topk", "topk, next step", "int8", "int4"]),
+    ],
+)
+def test_candidates_without_room_on_a_rank_are_not_tried(spared, without):
+    (mine, said), (others, _) = lightning_ranks(2, in_little_memory, spared)
+    assert mine == others
+    assert not {*without} & {*mine}
+    assert "ddp" in mine
+    assert (f"; too little memory for {', '.join(without)}" in "".join(said)) == bool(without)
+
+
 class Raw(Linear):
     """Steps without Lightning's wrapper of the optimizer, which counts steps."""
 
@@ -533,17 +565,37 @@ class Raw(Linear):
         optimizer.step()
 
 
-def raw(rank: int) -> tuple[list[str], Tensor]:
-    watch = fit(Raw(torch.optim.AdamW, lr=0.01), auto(["ddp", "topk", "ddp"]), rank, max_steps=-1, max_epochs=3)
+class OnlySecond(Raw):
+    """Has two optimizers, and steps the second one."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), 0.01) for part in (self.embedding, self.layers)]
+
+    def optimizers(self, *_: Any, **__: Any) -> Any:
+        return super().optimizers()[1]
+
+
+def raw(rank: int, net: Any) -> tuple[list[str], Tensor]:
+    watch = fit(net(torch.optim.AdamW, lr=0.01), auto(["ddp", "topk", "ddp"]), rank, max_steps=-1, max_epochs=3)
     return watch.names, watch.weights[-1]
 
 
-def test_steps_of_raw_optimizers_are_counted():
-    (names, weights), (same, theirs) = lightning_ranks(2, raw)
-    assert names == same
-    assert [*dict.fromkeys(names)] == ["ddp", "topk"]
-    assert names[-1] == "ddp"
+@pytest.mark.parametrize("net", [Raw, OnlySecond])
+def test_steps_of_any_optimizer_are_counted(net):
+    (names, weights), (same, theirs) = lightning_ranks(2, raw, net)
+    assert names == same == ["ddp"] * 6 + ["topk"] * 6 + ["ddp"] * 12
     assert torch.equal(weights, theirs)
+
+
+def test_without_a_note_of_the_end_a_step_lasts_until_the_next_one():
+    clock = _Clock()
+    clock.begin_batch()
+    time.sleep(0.02)
+    assert clock.take() >= 0.02
+    clock.begin_batch()
+    clock.note_end()
+    time.sleep(0.02)
+    assert clock.take() < 0.02
 
 
 class Scaled(Linear):

@@ -206,6 +206,7 @@ def test_settling_takes_the_means_of_replicas_moments_and_gradients(some):
 
 
 def resumed(rank: int, folder: str, plan: list[str]) -> Any:
+    auto_module.measure_link = lambda *_: (1e9, 1e-4)
     path, said = f"{folder}/half.ckpt", []
     unbroken = watched(auto(plan), callbacks=[Save(path, 15)])
     strategy = auto(plan)

@@ -48,6 +48,7 @@ from lightning_sparse.compressors import Identity
 from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
+from lightning_sparse.hooks import session as session_module
 from lightning_sparse.hooks.update_exchange import RECOMPUTES, check_updates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.options import ReducerOptions
@@ -2306,6 +2307,38 @@ def test_buffers_longer_than_the_exchange_are_a_warning_unless_they_stay():
     assert [text.split(" bytes")[0] for text in first] == ["Rank 0 broadcasts 131,072"] * 2
     assert [re.search(r"(after|in) each \w+", text)[0] for text in first] == ["after each exchange", "in each forward"]
     assert all("The largest is 'mask'." in text for text in first)
+    assert second == []
+
+
+def opened_before(rank: int) -> list[int]:
+    """Return the bytes that were counted whenever an exchange opened its connections."""
+    opened = []
+    session_module.Session.open_connections = lambda self: opened.append(self.comm.sent_bytes)
+    net = nn.Linear(4, 4)
+    attach_updates(net, torch.optim.AdamW(net.parameters()))
+    attach(DistributedDataParallel(nn.Linear(4, 4)))
+    return opened
+
+
+def test_exchanges_of_updates_and_of_gradients_open_their_connections():
+    assert run_ranks(2, opened_before) == [[0, 0]] * 2
+
+
+def far_away(rank: int) -> list[str]:
+    messages = Messages()
+    for seconds, granularity in ((0.025, "layer"), (0.025, "model"), (0.001, "layer")):
+        session_module.shortest_gather = lambda *_, seconds=seconds: seconds
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(net.parameters())
+        attach_updates(net, optimizer, granularity=granularity)
+    return messages.texts
+
+
+def test_segments_that_wait_for_a_long_round_trip_are_a_warning():
+    first, second = run_ranks(2, far_away)
+    (text,) = first
+    assert text.startswith("A step exchanges 4 segments, one after the other, and each waits at least 25 ms")
+    assert "Set granularity='model'" in text
     assert second == []
 
 
