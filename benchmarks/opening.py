@@ -1,6 +1,6 @@
 """Times short messages over new connections with a long round trip, by the bytes that ranks exchange before.
 
-Each case makes a process group of its own, whose connections are new. Ranks send some bytes to each other rank, or
+Each case makes a process group, whose connections are new. Ranks send some bytes to each other rank, or
 none. Then they gather messages of one length, as sparse steps do, with pauses in which training would compute.
 
     sudo python -m benchmarks.opening
@@ -21,7 +21,7 @@ LINKS = (("50mbit 50ms", 2), ("1gbit 50ms", 2), ("50mbit 50ms", 4))
 OPENINGS = (0, 1 << 14, 1 << 16, 1 << 17, 1 << 18, 1 << 19)
 MESSAGES = (5_000, 20_000, 60_000)
 STEPS, SKIPPED, PAUSE = 24, 12, 0.03
-"""Messages, those that are not timed, and seconds before each."""
+"""Number of messages, number of first messages without a time, and seconds before each message."""
 
 
 def work(job: dict[str, Any]) -> None:

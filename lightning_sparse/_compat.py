@@ -6,8 +6,9 @@ with the oldest and the newest supported versions.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import MethodType
@@ -203,6 +204,13 @@ def version(tensor: Tensor) -> int:
     """Return a number that increases whenever a tensor is changed in place. Private in torch 2.8 to 2.15."""
     number: int = tensor._version
     return number
+
+
+def preserve_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Let autograd ignore changes of tensors in the block, as DDP does for buffers. Private in torch 2.8 to 2.15."""
+    tracked = tuple(x for x in tensors if not x.is_inference())  # others have no version
+    autograd: Any = torch.autograd
+    return autograd._unsafe_preserve_version_counter(tracked)  # type: ignore[no-any-return]
 
 
 def step_depth(optimizer: Optimizer) -> int:

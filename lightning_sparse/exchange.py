@@ -42,7 +42,8 @@ from lightning_sparse.kernels.messages import HEADER_BYTES, Parts
 T = TypeVar("T")
 NOT_FINITE = (
     "Training cannot go on from here: start from the last checkpoint. Look for a loss that is NaN or inf, lower the "
-    "learning rate, or clip the gradients. Strategies with on_nonfinite='skip' leave such steps out."
+    "learning rate, or clip the gradients. Strategies with on_nonfinite='skip' leave such steps out. If a GradScaler "
+    "scales the loss, attach needs loss_scale=scaler.get_scale."
 )
 IN_FP16 = " If weights are fp16, Adam's eps of 1e-8 becomes 0: set eps=1e-4, or train in bf16."
 MESSAGES = 64

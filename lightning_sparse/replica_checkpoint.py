@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import parameters_by_name, shard_offset
+from lightning_sparse._compat import has_step_hooks, parameters_by_name, shard_offset
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, local, parameters_of, reshard, state_like
@@ -62,6 +62,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
+    together(exchange.updates.refresh_parameters, ValueError)
     path = sidecars.absolute(path)
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
 
@@ -110,6 +111,7 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
+    together(exchange.updates.refresh_parameters, ValueError)
     path = sidecars.absolute(path)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
     load_state(state, model, exchange)
@@ -226,7 +228,8 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
 def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
     given = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     exchange = exchange_of(given[0]) if given else None
-    if exchange is None or [*map(id, given)] != [*map(id, exchange.optimizers)]:
+    inner = [each if has_step_hooks(each) else getattr(each, "optimizer", each) for each in given]
+    if exchange is None or [*map(id, inner)] != [*map(id, exchange.optimizers)]:
         raise ValueError(
             "Give the optimizers of attach_updates, all of them and in the same order, after attach_updates was called."
         )
@@ -252,6 +255,10 @@ def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state by name of the parameter, with this rank's shards on the host."""
     state, names, params = optimizer.state_dict(), _names(model, optimizer), parameters_by_name(model)
     own: State = {}
+    if "state" not in state:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() has no entry 'state', so it cannot be saved for each replica."
+        )
     for index, kept in state["state"].items():
         name = names[index]
         for key, x in kept.items():

@@ -153,6 +153,17 @@ def test_register_first():
     assert called == ["first", "early", "early"]
 
 
+def test_changes_within_preserve_versions_do_not_count():
+    weight, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
+    with torch.inference_mode():
+        loaded = torch.ones(2)
+    result = (weight * frozen).sum()  # saves `frozen` for backward
+    with _compat.preserve_versions([frozen, loaded]), torch.inference_mode():
+        torch._foreach_copy_([frozen, loaded], [torch.zeros(2), torch.zeros(2)])
+    result.backward()
+    assert frozen.tolist() == loaded.tolist() == [0.0, 0.0]
+
+
 def test_version_grows():
     x = torch.zeros(3)
     before = _compat.version(x)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from lightning_sparse._compat import preserve_versions
 from lightning_sparse.comm.base import Comm
 
 AT_ONCE = 1 << 28
@@ -35,7 +36,9 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
     views = [part.view(x.dtype).view(x.shape) for x, part in zip(longest_first, received, strict=True)]
     for _, pairs in itertools.groupby(zip(longest_first, views, strict=True), lambda pair: pair[0].dtype):
         own, theirs = zip(*pairs, strict=True)
-        with torch.inference_mode():  # a frozen module may have been loaded in inference mode
+        # Another module's buffers may be saved for its backward pass, which does not depend on them in training. A
+        # frozen module may have been loaded in inference mode.
+        with preserve_versions(own), torch.inference_mode():
             torch._foreach_copy_(own, theirs)
 
 

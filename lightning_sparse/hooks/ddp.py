@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states, parameters_by_name
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
-from lightning_sparse.hooks.misuse import detach
+from lightning_sparse.hooks.misuse import detach, keep_checked
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.layout import Granularity
@@ -75,6 +75,7 @@ def attach(
         TypeError, ValueError: an option, a parameter or a feature of DDP is not supported; the message names it.
         RankFailure: other ranks have different settings, or do not attach.
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # of torch.compile
     with report_errors_to_peers(getattr(ddp, "process_group", None)):
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
@@ -146,7 +147,8 @@ def exchange_gradients(
         exchanger.fail(error)
         exchanger.close()
         raise
-    detach(ddp.module)
+    detach(ddp.module, refuses=False)
+    keep_checked(ddp.module, exchanger)
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger
 

@@ -13,7 +13,7 @@ nothing is sent before the optimizer's step, and a rank may drop any gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,11 @@ class ExchangedGradients:
 
     Args:
         params: the parameters of a model, by name.
+        knows_scale: returns whether the exchange knows the factor on the loss.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool] = lambda: True) -> None:
+        self._knows_scale = knows_scale
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
@@ -75,9 +77,19 @@ class ExchangedGradients:
         unwrap("unscale_", self._unscale)
         self._params, self._written, self._local = {}, {}, set()
 
-    def on_delivery(self, params: Iterable[Tensor]) -> None:
-        """Note that DDP delivers the gradients of these parameters, for ranks to exchange."""
-        self._local.difference_update(map(id, params))
+    def on_delivery(self, params: Iterable[Tensor], unused: Container[str] = ()) -> None:
+        """Note that DDP delivers the gradients of these parameters, for ranks to exchange.
+
+        Args:
+            params: the parameters.
+            unused: names of parameters that took no part in the backward pass.
+        """
+        keys = [*map(id, params)]
+        self._local.difference_update(keys)
+        for key in keys:
+            if key in self._written and self._params[key][0] in unused and self._params[key][1].grad is not None:
+                self._warn_of_second_pass(self._params[key][0])
+                return
 
     def on_exchange(self, names: Iterable[str]) -> None:
         """Record the gradients of these parameters, just after ranks have exchanged them."""
@@ -133,10 +145,12 @@ class ExchangedGradients:
         return replaced
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check_scale(scaler, optimizer)
         self._look(optimizer)
         return step(scaler, optimizer, *args, **kwargs)
 
     def _unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        self._check_scale(scaler, optimizer)
         keys = self._look(optimizer)
         unscale(scaler, optimizer)
         self._note(keys)
@@ -163,6 +177,24 @@ class ExchangedGradients:
                 del self._written[key]
             return waiting
         return []
+
+    def _check_scale(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Raise ValueError if a scaler scales the loss of this model, and the exchange does not know the factor."""
+        if self._knows_scale() or not scaler.is_enabled():
+            return
+        if any(id(param) in self._params for param in parameters_of([optimizer])):
+            raise ValueError(
+                "A GradScaler scales the loss, and attach got no loss_scale. Residuals would be in units of its "
+                "factor, which changes. Call attach(ddp, ..., loss_scale=scaler.get_scale)."
+            )
+
+    def _warn_of_second_pass(self, name: str) -> None:
+        self._end()
+        log.warning(
+            f"{name!r} took no part in this backward pass, and its gradient of an earlier one waits for a step. DDP "
+            f"delivers it again, and it may be lost. Call the model within no_sync() in all backward passes before a "
+            f"step but the last one."
+        )
 
     def _warn_of_local(self, optimizer: Optimizer, key: int) -> None:
         name, _ = self._params[key]

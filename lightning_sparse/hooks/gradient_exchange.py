@@ -97,11 +97,17 @@ class GradientExchanger(Exchanger):
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
         # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
-        self._exchanged = ExchangedGradients(params) if warns else None
+        check = self.reducer.gradient_check
+        self._exchanged = ExchangedGradients(params, lambda: check.get_scale is not None) if warns else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the thread out of copies of the model. They have no hook, like copies of a stock model."""
         return type(None), ()
+
+    def stop_checks(self) -> None:
+        """Check no more whether optimizers step with the gradients that ranks have exchanged."""
+        if self._exchanged is not None:
+            self._exchanged.close()
 
     # The following methods run in the training thread.
 
@@ -134,12 +140,12 @@ class GradientExchanger(Exchanger):
                 f"when compression was attached. Freeze and unfreeze parameters before the model is wrapped."
             )
         names = [self._name_of[id(param)] for param in bucket.parameters()]
-        if self._exchanged is not None:
-            self._exchanged.on_delivery(bucket.parameters())
         views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
         unused = set[str]() if self._used is None else set(names) - self._used
         if self._used is not None:
             self._used -= set(names)
+        if self._exchanged is not None:
+            self._exchanged.on_delivery(bucket.parameters(), unused)
         ready = None
         if self._session.stream is not None:
             # DDP has just filled the bucket in this stream. It belongs to autograd's node of the parameter, and may
@@ -251,8 +257,7 @@ class GradientExchanger(Exchanger):
         _over_nccl.discard(self)
         for hook in self._hooks:
             hook.remove()
-        if self._exchanged is not None:
-            self._exchanged.close()
+        self.stop_checks()
         self._worker.end(lambda is_alive: self._session.finish(failed=is_alive))
 
     # The following methods run in the worker thread.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse._compat import in_ddp_forward, initializes_state, version
 from lightning_sparse.comm import Comm
@@ -24,6 +25,7 @@ from lightning_sparse.options import listed
 from lightning_sparse.shards import local, parameters_of
 
 if TYPE_CHECKING:
+    from lightning_sparse.hooks.gradient_exchange import GradientExchanger
     from lightning_sparse.hooks.update_exchange import UpdateExchanger
 
 log = logging.getLogger(__name__)
@@ -326,6 +328,8 @@ class ExplainFailures:
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientExchanger]] = weakref.WeakKeyDictionary()
+_refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Sequence[Optimizer]) -> None:
@@ -335,6 +339,9 @@ def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Seque
     error.
     """
     detach(model)
+    for optimizer in optimizers:
+        if refusal := _refusals.pop(optimizer, None):
+            refusal.remove()
     _attached[model] = weakref.finalize(model, _abandon, exchange, optimizers, GONE)
 
 
@@ -345,11 +352,23 @@ def attached(model: nn.Module) -> UpdateExchanger | None:
     return found[2][0] if found else None
 
 
-def detach(model: nn.Module) -> None:
-    """Close the exchange of a model's updates, if there is one, because another one replaces it."""
+def keep_checked(module: nn.Module, exchanger: GradientExchanger) -> None:
+    """Register the exchange of a module's gradients."""
+    _checked[module] = weakref.ref(exchanger)
+
+
+def detach(model: nn.Module, *, refuses: bool = True) -> None:
+    """End the earlier exchanges of a model, because another one replaces them.
+
+    Args:
+        model: the model.
+        refuses: whether the optimizers of an exchange of updates may not step any more.
+    """
+    if (checked := _checked.pop(model, None)) and (exchanger := checked()):
+        exchanger.stop_checks()
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
         _, _, (exchange, optimizers, _), _ = found
-        _abandon(exchange, optimizers, "the model was attached anew, with other optimizers")
+        _abandon(exchange, optimizers if refuses else (), "the model was attached anew, with other optimizers")
 
 
 GONE = (
@@ -366,4 +385,4 @@ def _abandon(exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: st
         raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
 
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(refuse)
+        _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)

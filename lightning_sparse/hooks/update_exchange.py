@@ -319,7 +319,8 @@ class UpdateExchanger(Exchanger):
         self.phase = Phase.IDLE
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        stepped = getattr(optimizer, "optimizer", optimizer)  # in Lightning's or accelerate's wrapper
+        # Lightning's or accelerate's wrapper has the attached optimizer; an attached Lookahead has an inner one.
+        stepped = optimizer if optimizer in self.optimizers else getattr(optimizer, "optimizer", optimizer)
         if stepped in self.optimizers:
             remember(scaler, stepped)
         with self.one_step(stepped) if stepped in self.optimizers else contextlib.nullcontext():
@@ -661,6 +662,10 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:
-    """Return the exchanger of an optimizer's updates, if there is one."""
+    """Return the exchanger of an optimizer's updates, if there is one; also of a wrapper, such as accelerate's."""
+    if not has_step_hooks(optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not has_step_hooks(optimizer):
+        return None
     owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
     return next((owner for owner in owners if isinstance(owner, UpdateExchanger)), None)

@@ -1,8 +1,8 @@
 """Chooses among candidates by measured times of steps. It only computes, and it is equal on all ranks.
 
 A step takes at least the compute time that steps of stock all-reduce show, and at least the time of its bytes on the
-link. A candidate is tried if this bound is below the fastest measured step. So a try takes at most 2.4 times as
-long as that step, and the candidate's own work, which is unknown. After the tries the fastest candidate trains.
+link. A candidate is tried if this bound is below the fastest measured step. So a try takes at most 2.4 times the
+time of that step, and the candidate's own work, which is unknown. After the tries the fastest candidate trains.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Tuner:
         """Return the least time of a step of a candidate that has not been tried."""
         if name == self._stock:
             return ERROR * self.links[name]
-        # Only steps of stock all-reduce show the compute time: other methods do work of their own.
+        # Only steps of stock all-reduce show the compute time: other methods also select or quantize.
         compute = self.times.get(self._stock, 0.0) - self.links[self._stock]
         return max(compute, ERROR * self.links[name])
 

@@ -206,14 +206,19 @@ class DeltaExchange:
                 f"stepped when exchanging began. Make a new optimizer of the model's parameters and exchange its "
                 f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
             )
-        weights = {name: w for each in self.segments for name, w in each.weights.items()}
-        frozen = {name for each in self.segments for name in each.frozen}
+        before = self.parameters
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        names = {id(param): name for name, param in self.parameters.items()}
+        now = {name: names[id(param)] for name, param in before.items()}  # PEFT and pruning rename parameters
+        weights = {now[name]: w for each in self.segments for name, w in each.weights.items()}
+        frozen = {now[name] for each in self.segments for name in each.frozen}
+        self._new = [now.get(name, name) for name in self._new]
         params = locals_of(self.parameters)
         new = {name: param.detach() for name, param in params.items() if name not in weights}
         state = self._reducer.state_dict()
-        for kept in state["elements"].values():
-            kept.update({name: torch.zeros(param.shape, device="cpu") for name, param in new.items()})
+        added = {name: torch.zeros(param.shape, device="cpu") for name, param in new.items()}
+        for kind, kept in state["elements"].items():
+            state["elements"][kind] = {now[name]: x for name, x in kept.items()} | added
         self._reducer.setup(params, numbers)
         self._reducer.load_state_dict(state)
         self._new += new
