@@ -60,8 +60,8 @@ from lightning_sparse.updates.parameters import exchanged_parameters
 
 log = logging.getLogger(__name__)
 KEY, BASIS = "lightning_sparse_auto", "lightning_sparse_auto_basis"
-"""Keys of the choice in a checkpoint, and of its basis. The basis is the number of ranks, the seconds of a dense step on
-the link, and whether all candidates had been tried. A training without a choice has neither."""
+"""Keys of the choice in a checkpoint, and of its basis. The basis is the number of ranks, the seconds of a dense step
+on the link, and whether all candidates had been tried. A training without a choice has neither."""
 STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
