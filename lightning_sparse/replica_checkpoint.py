@@ -62,7 +62,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
-    together(exchange.updates.refresh_parameters, ValueError)
+    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
     path = sidecars.absolute(path)
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
 
@@ -111,7 +111,7 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     """
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
-    together(exchange.updates.refresh_parameters, ValueError)
+    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
     path = sidecars.absolute(path)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
     load_state(state, model, exchange)

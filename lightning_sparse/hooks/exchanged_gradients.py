@@ -54,6 +54,7 @@ class ExchangedGradients:
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
         self._local: set[int] = set()  # gradients of backward passes since DDP last delivered them
+        self._left_out: set[int] = set()  # parameters without a part in this backward pass whose gradients wait
         self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._may_move = True  # until the first look after the first backward pass
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
@@ -86,13 +87,15 @@ class ExchangedGradients:
         """
         keys = [*map(id, params)]
         self._local.difference_update(keys)
-        for key in keys:
-            if key in self._written and self._params[key][0] in unused and self._params[key][1].grad is not None:
-                self._warn_of_second_pass(self._params[key][0])
-                return
+        self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
 
     def on_exchange(self, names: Iterable[str]) -> None:
         """Record the gradients of these parameters, just after ranks have exchanged them."""
+        # If no rank used a parameter, DDP keeps its gradient.
+        lost = [self._params[key][0] for key in self._left_out if key in self._written and self._has_changed(key)]
+        self._left_out.clear()
+        if lost:
+            self._warn_of_second_pass(lost[0])
         chosen = set(names)
         self._note(key for key, (name, _) in self._params.items() if name in chosen)
         self._looked = False
@@ -191,9 +194,8 @@ class ExchangedGradients:
     def _warn_of_second_pass(self, name: str) -> None:
         self._end()
         log.warning(
-            f"{name!r} took no part in this backward pass, and its gradient of an earlier one waits for a step. DDP "
-            f"delivers it again, and it may be lost. Call the model within no_sync() in all backward passes before a "
-            f"step but the last one."
+            f"{name!r} took no part in this backward pass, and its gradient of an earlier one, which waits for a step, "
+            f"was overwritten. Call the model within no_sync() in all backward passes before a step but the last one."
         )
 
     def _warn_of_local(self, optimizer: Optimizer, key: int) -> None:

@@ -349,11 +349,15 @@ class Session:
                 f"The statistics of BatchNorm would then differ among ranks."
             )
 
-    def warn_of_round_trips(self) -> None:
-        """Warn on one rank if the segments of a step wait for the link one after the other. All ranks call it."""
+    def warn_of_round_trips(self, groups: int) -> None:
+        """Warn on one rank if the segments of a step wait for the link one after the other. All ranks call it.
+
+        Args:
+            groups: number of groups of parameters, which share no segment. Each optimizer has its own.
+        """
         assert self.reducer.layout is not None
-        count = len(self.reducer.layout.segments)
-        if self.comm.size == 1 or count == 1:
+        count = len(self.reducer.layout.segments) // groups
+        if self.comm.size == 1 or count == 1 or self.reducer.options.granularity == "model":
             return
         with self.comm.uncounted():
             seconds = shortest_gather(self.comm, self.device)

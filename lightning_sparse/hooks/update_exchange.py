@@ -210,7 +210,7 @@ class UpdateExchanger(Exchanger):
         try:
             self._broadcast_weights()
             session.open_connections()
-            session.warn_of_round_trips()
+            session.warn_of_round_trips(len({*exchanged_parameters(model, optimizers)[2].values()}))
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, self._end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, worker)

@@ -37,7 +37,14 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse import logged
-from lightning_sparse._compat import ddp_options, has_step_hooks, have_hooks_called, parameters_by_name
+from lightning_sparse._compat import (
+    ddp_options,
+    has_step_hooks,
+    have_hooks_called,
+    initializes_state,
+    parameters_by_name,
+    step_depth,
+)
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
@@ -104,12 +111,6 @@ class StockTraining(Training):
                     f"on_train_batch_start. If a training step freezes and unfreezes it, also take "
                     f"strategy='auto_ddp_find_unused_parameters_true'."
                 )
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        result = step(closure)
-        if optimizer is self.optimizers[0]:
-            self.exchanger.count_step()
-        return result
 
 
 class _Clock:
@@ -198,6 +199,10 @@ class AutoStrategy:
     def _begin(self) -> None:
         super()._begin()
         self._auto = _Choice(self._options, f"auto_{self._kind}", self._stock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: Any = super().__getstate__()
+        return {**state, "_step_hooks": ()}
 
     @property
     def choice(self) -> str:
@@ -290,7 +295,8 @@ class AutoStrategy:
         """Change to the chosen exchange between two steps."""
         resume = self._leave(self._training, self._auto.options[self.choice])
         self._replace(trainer)
-        self._training.begin()
+        if not isinstance(self._training, UpdateTraining):  # which has begun with rank 0's weights
+            self._training.begin()
         resume()
 
     def _replace(self, trainer: Any) -> None:
@@ -306,6 +312,7 @@ class AutoStrategy:
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
         comm.sent_bytes, comm.seconds, reducer.step, comm.peers.terminating = kept
+        self._auto.note_replacement(self)
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         """End an exchange; return a function that hands over to the next one, of these options."""
@@ -329,8 +336,12 @@ class AutoStrategy:
         return self.reducer.step if isinstance(self._training, UpdateTraining) else self._steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if step_depth(optimizer) > 1 or initializes_state():
+            return
         self._steps += 1
+        if isinstance(self._training, StockTraining) and optimizer is self.optimizers[0]:
+            self._training.exchanger.count_step()
 
     def _synchronize(self) -> None:
         if self.root_device.type == "cuda" and self._auto.tuner.is_measuring:
@@ -345,7 +356,7 @@ class AutoStrategy:
         before = self._steps
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._steps == before:  # the optimizer calls no hooks, or Lightning's gradient scaler has skipped the step
-            self._note_step()
+            self._note_step(optimizer)
         self._synchronize()
         self._auto.clock.note_end()
         return result
@@ -642,6 +653,10 @@ class _Choice:
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
+    def note_replacement(self, strategy: AutoStrategy) -> None:
+        """Count steps of another kind from now on. Ranks may differ in their totals, but not in what follows."""
+        self._step = strategy.done
+
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
         done = strategy.done
@@ -654,16 +669,17 @@ class _Choice:
     def decide(self, strategy: AutoStrategy) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
-        own = torch.tensor([self.tuner.median(), -_free_bytes(strategy.root_device)], device=strategy.root_device)
+        free = self._bytes(strategy, self.tuner.current) + _free_bytes(strategy.root_device)
+        lacking = [self._bytes(strategy, name) - free for name in self.options]
+        own = torch.tensor([self.tuner.median(), *lacking], device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
         was_settled, factor = self.tuner.is_settled, 1.0
         with comm.uncounted():
-            slowest, lacking = everyone.all_gather(own).amax(0).tolist()
+            slowest, *lacking = everyone.all_gather(own).amax(0).tolist()
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
-        spent = self._bytes(strategy, self.tuner.current)
-        self.tuner.leave_out([name for name in self.options if self._bytes(strategy, name) - spent > -lacking])
+        self.tuner.left_out = {name for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest:.3g} ms now, and {self._link_text()}"
@@ -671,7 +687,7 @@ class _Choice:
             return f"{self._name}: {now}: it tries again."
         if self.tuner.is_settled and not was_settled:
             found = f"{self.tuner.summary()}; {self._link_text()}"
-            if left_out := [name for name in self.options if name not in self.tuner.links]:
+            if left_out := [name for name in self.tuner.untried if name in self.tuner.left_out]:
                 found += f"; too little memory for {', '.join(left_out)}"
             self.reason = f"{self._name}, by measured steps: {found}"
             return f"{self._name} keeps {self.tuner.current}: {found}."
@@ -725,7 +741,8 @@ def _free_bytes(device: torch.device) -> float:
     """Return the free bytes of a GPU's memory; inf for the CPU."""
     if device.type != "cuda":
         return math.inf
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # Activations need memory again that is free between two steps.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 

@@ -43,11 +43,13 @@ class Tuner:
         current: the candidate that trains.
         is_settled: whether all promising candidates have been tried.
         times: measured seconds of a step by candidate.
+        left_out: candidates that are not tried.
     """
 
     def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
         self.links, self.current, self.is_settled = dict(links), current, settled or len(links) == 1
         self.times: dict[str, float] = {}
+        self.left_out: Collection[str] = ()
         self._stock = next(iter(links))
         self._window: list[float] = []
         self._left = SETTLING
@@ -63,10 +65,10 @@ class Tuner:
         """Whether the time of the present step, or of the next one, counts."""
         return len(self.links) > 1 and self._left <= 1
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Never try these candidates, until `restart`."""
-        for name in {*names} - {self._stock, self.current, *self.times}:
-            self.links.pop(name, None)
+    @property
+    def untried(self) -> list[str]:
+        """Candidates without a measured time."""
+        return [name for name in self.links if name not in self.times]
 
     def note(self, seconds: float) -> bool:
         """Add the seconds of a step on this rank; return whether all ranks compare their medians now."""
@@ -124,7 +126,7 @@ class Tuner:
         """Return the candidate that trains next, and whether it is the final choice."""
         fastest = min(self.times, key=self.times.__getitem__)
         best = self.times[fastest]
-        untried = {name: self.bound(name) for name in self.links if name not in self.times}
+        untried = {name: self.bound(name) for name in self.untried if name not in self.left_out}
         promising = min(untried, key=untried.__getitem__, default=None)
         if promising is not None and untried[promising] < (1 - GAIN) * best:
             return promising, False
@@ -143,6 +145,6 @@ class Tuner:
     def summary(self) -> str:
         """Return the measured times, and the bounds of the candidates that were not tried, as a text."""
         tried = [f"{name} {1e3 * seconds:.3g} ms a step" for name, seconds in self.times.items()]
-        bounds = [f"{name} at least {1e3 * self.bound(name):.3g}" for name in self.links if name not in self.times]
+        bounds = [f"{name} at least {1e3 * self.bound(name):.3g}" for name in self.untried]
         text = ", ".join(tried) or "nothing measured yet"
         return f"{text}; not tried: {', '.join(bounds)}" if bounds else text

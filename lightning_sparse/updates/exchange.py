@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import parameters_by_name
 from lightning_sparse.comm.broadcast import broadcast
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
@@ -188,13 +189,18 @@ class DeltaExchange:
                 found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
         return found
 
-    def refresh_parameters(self) -> None:
-        """Add parameters that optimizers were given since the last step; call it before each step."""
+    def refresh_parameters(self, names: bool = False) -> None:
+        """Add parameters that optimizers were given since the last step; call it before each step.
+
+        Args:
+            names: whether to look for new names, too. This takes a pass over all modules.
+        """
         model = self._model()
         if model is None:
             return
         present = ids_of_exchanged(model, self._optimizers)
-        if present == {*map(id, self.parameters.values())}:
+        by_name = parameters_by_name(model) if names else self.parameters
+        if present == {id(by_name.get(name)) for name in self.parameters}:
             return
         self._check_trained()
         if self.is_pending:
@@ -208,8 +214,8 @@ class DeltaExchange:
             )
         before = self.parameters
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
-        names = {id(param): name for name, param in self.parameters.items()}
-        now = {name: names[id(param)] for name, param in before.items()}  # PEFT and pruning rename parameters
+        name_of = {id(param): name for name, param in self.parameters.items()}
+        now = {name: name_of[id(param)] for name, param in before.items()}  # PEFT and pruning rename parameters
         weights = {now[name]: w for each in self.segments for name, w in each.weights.items()}
         frozen = {now[name] for each in self.segments for name in each.frozen}
         self._new = [now.get(name, name) for name in self._new]

@@ -526,7 +526,11 @@ class Frozen(Net):
 
 def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
     """Rank 1 has room for so many bytes per parameter."""
-    auto_module._free_bytes = lambda device: spared * net.weights.numel() if rank else 1e12
+
+    def free(device: torch.device) -> float:
+        return spared * net.weights.numel() - strategy._auto._bytes(strategy, strategy.choice) if rank else 1e12
+
+    auto_module._free_bytes = free
     auto_module.measure_link = lambda *_: (1e9, 1e-6)
     net, strategy, said = Net(torch.optim.AdamW, lr=0.01), auto([]), []
     strategy.inform = said.append  # type: ignore[method-assign]
@@ -575,16 +579,45 @@ class OnlySecond(Raw):
         return super().optimizers()[1]
 
 
-def raw(rank: int, net: Any) -> tuple[list[str], Tensor]:
-    watch = fit(net(torch.optim.AdamW, lr=0.01), auto(["ddp", "topk", "ddp"]), rank, max_steps=-1, max_epochs=3)
-    return watch.names, watch.weights[-1]
+def raw(rank: int, net: Any) -> tuple[list[str], Tensor, int]:
+    strategy = auto(["ddp", "topk", "ddp"])
+    look = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: copy.deepcopy(strategy))
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "callbacks": [look]}
+    watch = fit(net(torch.optim.AdamW, lr=0.01), strategy, rank, **options)
+    return watch.names, watch.weights[-1], watch.sent[5]
+
+
+class Overflowing(Raw):
+    """Rank 1's own gradient scaler skips a step while updates are exchanged."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        overflows = self.trainer.strategy.choice == "topk" and self.global_rank == 1 and index == 0
+        factor = torch.inf if overflows else 1.0
+        self.manual_backward(self.scaler.scale(Linear.training_step(self, batch, index) * factor))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+def test_a_rank_that_skips_a_step_decides_with_the_others():
+    (names, weights, _), (same, theirs, _) = lightning_ranks(2, raw, Overflowing)
+    assert names == same
+    assert [*dict.fromkeys(names)] == ["ddp", "topk"]
+    assert names[-1] == "ddp"
+    assert torch.equal(weights, theirs)
 
 
 @pytest.mark.parametrize("net", [Raw, OnlySecond])
 def test_steps_of_any_optimizer_are_counted(net):
-    (names, weights), (same, theirs) = lightning_ranks(2, raw, net)
+    (names, weights, sent), (same, theirs, _) = lightning_ranks(2, raw, net)
     assert names == same == ["ddp"] * 6 + ["topk"] * 6 + ["ddp"] * 12
     assert torch.equal(weights, theirs)
+    assert sent == (6 * 4 * Net().weights.numel() if net is Raw else 0)
 
 
 def test_without_a_note_of_the_end_a_step_lasts_until_the_next_one():

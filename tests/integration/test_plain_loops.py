@@ -83,8 +83,9 @@ class Heads(nn.Module):
         return self.heads[head](self.body(x))
 
 
-def two_passes(rank: int, within_no_sync: bool) -> list[str]:
-    messages, net = Messages(), DistributedDataParallel(Heads(), find_unused_parameters=True)
+def two_passes(rank: int, within_no_sync: bool, views: bool) -> list[str]:
+    messages = Messages()
+    net = DistributedDataParallel(Heads(), find_unused_parameters=True, gradient_as_bucket_view=views)
     attach(net, "topk", density=0.5)
     optimizer = SGD(net.parameters(), 0.1)
     for _ in range(2):
@@ -100,10 +101,11 @@ def two_passes(rank: int, within_no_sync: bool) -> list[str]:
 
 
 def test_a_gradient_that_waits_while_a_later_pass_leaves_its_parameter_out_is_a_warning():
-    (text,), none = run_ranks(2, two_passes, False)
+    (text,), none = run_ranks(2, two_passes, False, True)
     assert "'heads.0.weight' took no part in this backward pass" in text or "'heads.0.bias' took no part" in text
     assert none == []
-    assert run_ranks(2, two_passes, True) == [[], []]
+    assert run_ranks(2, two_passes, False, False) == [[], []]  # DDP keeps the gradient
+    assert run_ranks(2, two_passes, True, True) == [[], []]
 
 
 def unknown_scale(rank: int, given: bool) -> str:
@@ -197,6 +199,33 @@ class Prepared(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+
+
+def pruned(rank: int, folder: Path) -> tuple[Tensor, Tensor]:
+    """Pruning renames a parameter, and adds none."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    model, again, path = net(), net(), f"{folder}/model"
+    optimizer, resumed = AdamW(model.parameters(), 0.01), AdamW(again.parameters(), 0.01)
+    attach_updates(model, optimizer, density=0.3)
+    trained(model, optimizer, rank)
+    for each in (model, again):
+        nn.utils.prune.l1_unstructured(each[0], "weight", 0.1)
+    save_replica(path, model, optimizer)
+    again.load_state_dict(model.state_dict())
+    attach_updates(again, resumed, density=0.3)
+    load_replica(path, again, resumed)
+    for each, steps in ((model, optimizer), (again, resumed)):
+        trained(each, steps, rank)
+    return flat(model), flat(again)
+
+
+def test_a_replica_of_a_pruned_model_resumes(tmp_path):
+    for unbroken, resumed in run_ranks(2, pruned, tmp_path):
+        assert torch.equal(unbroken, resumed)
 
 
 def wrapped(rank: int, folder: Path) -> None:
