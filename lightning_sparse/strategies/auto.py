@@ -387,7 +387,7 @@ class AutoDDP(AutoStrategy):
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
 
     It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
-    within a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
+    within about a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
 
     Args:
         seed: the seed of the methods' random choices.
@@ -654,7 +654,7 @@ class _Choice:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
     def note_replacement(self, strategy: AutoStrategy) -> None:
-        """Count steps of another kind from now on. Ranks may differ in their totals, but not in what follows."""
+        """Count steps of another kind from now on. Ranks may differ in their totals, but not in later steps."""
         self._step = strategy.done
 
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
