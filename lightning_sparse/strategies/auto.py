@@ -386,8 +386,8 @@ class AutoStrategy:
 class AutoDDP(AutoStrategy):
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
 
-    It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one, and decides
-    within about a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
+    It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one. It decides within
+    about a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
 
     Args:
         seed: the seed of the methods' random choices.
