@@ -147,7 +147,7 @@ def exchange_gradients(
         exchanger.fail(error)
         exchanger.close()
         raise
-    detach(ddp.module, refuses=False)
+    detach(ddp.module)
     keep_checked(ddp.module, exchanger)
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger

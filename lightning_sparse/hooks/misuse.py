@@ -357,18 +357,21 @@ def keep_checked(module: nn.Module, exchanger: GradientExchanger) -> None:
     _checked[module] = weakref.ref(exchanger)
 
 
-def detach(model: nn.Module, *, refuses: bool = True) -> None:
+def detach(model: nn.Module) -> None:
     """End the earlier exchanges of a model, because another one replaces them.
 
-    Args:
-        model: the model.
-        refuses: whether the optimizers of an exchange of updates may not step any more.
+    Optimizers of an earlier exchange may step only while no updates are exchanged.
     """
     if (checked := _checked.pop(model, None)) and (exchanger := checked()):
         exchanger.stop_checks()
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
         _, _, (exchange, optimizers, _), _ = found
-        _abandon(exchange, optimizers if refuses else (), "the model was attached anew, with other optimizers")
+        reference = weakref.ref(model)
+
+        def exchanges_updates() -> bool:
+            return (present := reference()) is not None and attached(present) is not None
+
+        _abandon(exchange, optimizers, "the model was attached anew, with other optimizers", exchanges_updates)
 
 
 GONE = (
@@ -377,12 +380,15 @@ GONE = (
 )
 
 
-def _abandon(exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: str) -> None:
+def _abandon(
+    exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: str, refuses: Callable[[], bool] = lambda: True
+) -> None:
     exchange.warn_of_pending()
     exchange.close()
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
+        if refuses():
+            raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
 
     for optimizer in optimizers:
         _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)

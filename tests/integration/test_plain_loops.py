@@ -267,6 +267,11 @@ def again(rank: int) -> list[str]:
         kept.append(DistributedDataParallel(net))
         attach(kept[-1], "topk", density=0.5)
         trained(kept[-1], first, rank)
+    attach_updates(net, AdamW(net.parameters(), 0.01))
+    for optimizer in (first, second):
+        kind, text, _ = caught(optimizer.step)
+        assert kind == "RuntimeError"
+        assert "the model was attached anew" in text
     attach_updates(net, second)
     trained(net, second, rank)
     return [text for text in messages.texts if "drift" in text]
