@@ -83,7 +83,7 @@ EVENTS = {
 }
 """By event: the model, in million parameters."""
 SMALL_SEGMENTS = Case("50mbit 50ms", 5, 2, "segments of 2.5 MiB")
-"""A model of 40 million parameters has this number of segments. They are exchanged one after the other."""
+"""A model of 26 million parameters has four segments, too. They are exchanged one after the other."""
 DECIDED, WARMED, TIMED = 100, 50, 30
 """Untimed steps, in which `auto_ddp` decides, or the density warm-up of updates ends, and timed steps. Other strategies
 are timed after three steps. Each is timed for at most `MOST` seconds."""
