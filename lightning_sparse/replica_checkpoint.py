@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import has_step_hooks, parameters_by_name, shard_offset
-from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
+from lightning_sparse._compat import parameters_by_name, shard_offset
+from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of, unwrapped
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, local, parameters_of, reshard, state_like
 from lightning_sparse.state import resized, sources
@@ -60,9 +60,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
         ValueError: the updates of an optimizer are not exchanged, or its state cannot be sharded anew; on all ranks.
         OSError: a rank could not write its file. The earlier save is unchanged.
     """
-    exchange = together(lambda: _exchange_of(optimizers), ValueError)
-    exchange.exchange_pending()
-    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
+    exchange = _begin(optimizers)
     path = sidecars.absolute(path)
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
 
@@ -109,9 +107,7 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
         ValueError: files are missing, damaged, or of another save, model or kind of optimizer. All ranks raise it, and
             nothing has changed.
     """
-    exchange = together(lambda: _exchange_of(optimizers), ValueError)
-    exchange.exchange_pending()
-    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
+    exchange = _begin(optimizers)
     path = sidecars.absolute(path)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
     load_state(state, model, exchange)
@@ -225,11 +221,18 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
     exchange.reducer.load_state_dict(state)
 
 
+def _begin(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
+    """Return the exchange of these optimizers, without pending updates and with the present parameters."""
+    exchange = together(lambda: _exchange_of(optimizers), ValueError)
+    exchange.exchange_pending()
+    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
+    return exchange
+
+
 def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
     given = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     exchange = exchange_of(given[0]) if given else None
-    inner = [each if has_step_hooks(each) else getattr(each, "optimizer", each) for each in given]
-    if exchange is None or [*map(id, inner)] != [*map(id, exchange.optimizers)]:
+    if exchange is None or [id(unwrapped(each)) for each in given] != [*map(id, exchange.optimizers)]:
         raise ValueError(
             "Give the optimizers of attach_updates, all of them and in the same order, after attach_updates was called."
         )

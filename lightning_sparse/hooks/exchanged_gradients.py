@@ -48,7 +48,7 @@ class ExchangedGradients:
         knows_scale: returns whether the exchange knows the factor on the loss.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool]) -> None:
         self._knows_scale = knows_scale
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP

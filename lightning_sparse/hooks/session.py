@@ -49,7 +49,7 @@ OPENING, LEAST_OPENING, MOST_OPENED = 1 << 19, 1 << 17, 32
 """Bytes that a rank sends before training to all ranks, the least to each one, and the most ranks to which it sends
 them (benchmarks.opening)."""
 LONG_TRIP, LONG_WAIT = 0.005, 0.05
-"""Seconds of one message, and of those of a step, from which there is a warning of the latency."""
+"""Seconds of one message, and seconds of all messages of a step, above which there is a warning."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
 _BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
@@ -349,14 +349,12 @@ class Session:
                 f"The statistics of BatchNorm would then differ among ranks."
             )
 
-    def warn_of_round_trips(self, groups: int) -> None:
+    def warn_of_round_trips(self, count: int) -> None:
         """Warn on one rank if the segments of a step wait for the link one after the other. All ranks call it.
 
         Args:
-            groups: number of groups of parameters, which share no segment. Each optimizer has its own.
+            count: number of segments that a step exchanges; equal on all ranks.
         """
-        assert self.reducer.layout is not None
-        count = len(self.reducer.layout.segments) // groups
         if self.comm.size == 1 or count == 1 or self.reducer.options.granularity == "model":
             return
         with self.comm.uncounted():

@@ -210,10 +210,10 @@ class UpdateExchanger(Exchanger):
         try:
             self._broadcast_weights()
             session.open_connections()
-            session.warn_of_round_trips(len({*exchanged_parameters(model, optimizers)[2].values()}))
             self._rates.compare()
             worker = Worker(session.stream, session.over_nccl, session.look, self._end_by, session.free_device)
             self.updates = DeltaExchange(session.reducer, model, optimizers, worker)
+            session.warn_of_round_trips(max(len(self.updates.of(optimizer)) for optimizer in optimizers))
         except BaseException as error:  # for example, too little memory for a copy of the weights
             session.fail(error)
             self._unattached.close()
@@ -661,11 +661,14 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
     return inner
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer in a wrapper that calls no hooks, such as accelerate's; else the optimizer itself."""
+    return optimizer if has_step_hooks(optimizer) else getattr(optimizer, "optimizer", optimizer)
+
+
 def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:
-    """Return the exchanger of an optimizer's updates, if there is one; also of a wrapper, such as accelerate's."""
-    if not has_step_hooks(optimizer):
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-    if not has_step_hooks(optimizer):
+    """Return the exchanger of an optimizer's updates, if there is one; also for a wrapper, see `unwrapped`."""
+    if not has_step_hooks(optimizer := unwrapped(optimizer)):
         return None
     owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
     return next((owner for owner in owners if isinstance(owner, UpdateExchanger)), None)

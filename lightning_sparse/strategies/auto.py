@@ -116,7 +116,7 @@ class StockTraining(Training):
 class _Clock:
     """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data.
 
-    In manual optimization with raw optimizers there is no note of an end. Then loading of data counts, too.
+    Raw optimizers in manual optimization do not note the end. Then loading of data counts, too.
     """
 
     def __init__(self) -> None:
@@ -575,7 +575,7 @@ class _Choice:
             self.options |= strategy._candidates(self._base, trainer, self._ranks)
         names = [*self.options]
         with report_errors_to_peers():
-            works = _workloads(strategy, self._base.reducer.bucket_cap_mb) if len(names) > 1 else None
+            works = self._workloads(strategy) if len(names) > 1 else None
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
         self.choose_first()
@@ -609,12 +609,33 @@ class _Choice:
     def measure_again(self, strategy: AutoStrategy) -> None:
         """Measure the link for a model of another size, and try the candidates anew. All ranks call it."""
         if len(self.options) > 1:
-            self.tuner.restart(self._measure(strategy, _workloads(strategy, self._base.reducer.bucket_cap_mb)))
+            self.tuner.restart(self._measure(strategy, self._workloads(strategy)))
 
     def start(self, strategy: AutoStrategy) -> None:
         """Begin to measure, after the density warm-up."""
         self._step, self.clock = strategy.done, _Clock()
         self.tuner.wait(WARMUP - strategy.reducer.step)
+
+    def _workloads(self, strategy: AutoStrategy) -> tuple[Workload, Workload, Workload]:
+        """Return a rank's part of gradients in buckets, of updates in buckets, and of updates in the fewest segments.
+
+        All ranks return the same, also if shards of one parameter have different lengths.
+        """
+        module, bucket_cap_mb = strategy.lightning_module, self._base.reducer.bucket_cap_mb
+        shards = int(strategy.world_size) // self._ranks
+        numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
+        gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
+        if not {TOPK, NEXT_STEP} & {*self.options}:
+            return gradients, gradients, gradients
+        params, _, group_of = exchanged_parameters(module, strategy.optimizers)
+        shapes = {name: (-(-param.numel() // shards),) for name, param in params.items()}
+        dtypes = {name: param.dtype for name, param in params.items()}
+        layouts = [Layout.of(shapes, "bucket", bucket_cap_mb, dtypes=dtypes, group_of=group_of)]
+        with contextlib.suppress(ValueError):  # too long for one segment
+            layouts.append(Layout.of(shapes, "model", dtypes=dtypes, group_of=group_of))
+        lengths = [tuple(segment.numel for segment in layout.segments) for layout in layouts]
+        works = [Workload(each, (1.0,) * len(each), 0.0, 0.0) for each in lengths]
+        return gradients, works[0], works[-1]
 
     def _measure(self, strategy: AutoStrategy, works: tuple[Workload, Workload, Workload]) -> dict[str, float]:
         """Measure the link; return the seconds on it of a step of each candidate.
@@ -669,8 +690,9 @@ class _Choice:
     def decide(self, strategy: AutoStrategy) -> str:
         """Compare measurements with the other ranks, and decide; return a message if the choice was made or changed."""
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
-        free = self._bytes(strategy, self.tuner.current) + _free_bytes(strategy.root_device)
-        lacking = [self._bytes(strategy, name) - free for name in self.options]
+        needed = self._bytes(strategy)
+        free = needed[self.tuner.current] + _free_bytes(strategy.root_device)
+        lacking = [nbytes - free for nbytes in needed.values()]
         own = torch.tensor([self.tuner.median(), *lacking], device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
@@ -693,48 +715,26 @@ class _Choice:
             return f"{self._name} keeps {self.tuner.current}: {found}."
         return ""
 
-    def _bytes(self, strategy: AutoStrategy, name: str) -> float:
-        """Return the bytes that a candidate needs on this rank, in addition to dense averages."""
-        if (options := self.options[name]) is None:
-            return 0
+    def _bytes(self, strategy: AutoStrategy) -> dict[str, float]:
+        """Return the bytes that each candidate needs on this rank, in addition to dense averages."""
         params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
-        fp32 = 4 * sum(param.numel() for param in params)
-        residual = fp32 * options.method.memory.error_feedback
-        if options.choose(strategy.optimizers)[0] == "gradient":
-            return residual
-        weights = sum(param.nbytes for param in params)  # that ranks agree on
-        return residual + weights + 2 * fp32 * (options.overlap == "next_step")
+        fp32, weights = 4 * sum(param.numel() for param in params), sum(param.nbytes for param in params)
+        found = dict.fromkeys(self.options, 0.0)
+        for name, options in self.options.items():
+            if options is not None:
+                found[name] += fp32 * options.method.memory.error_feedback
+                if options.choose(strategy.optimizers)[0] == "update":
+                    found[name] += weights + 2 * fp32 * (options.overlap == "next_step")  # ranks agree on the weights
+        return found
 
     def scalars(self) -> dict[str, float]:
         """Return the times by which the choice was made, and the link, for loggers."""
         tuner, link = self.tuner, self._link
         found = {name + logged.MEASURED: 1e3 * seconds for name, seconds in tuner.times.items()}
-        found |= {name + logged.BOUND: 1e3 * tuner.bound(name) for name in tuner.links if name not in tuner.times}
+        found |= {name + logged.BOUND: 1e3 * tuner.bound(name) for name in tuner.untried}
         found |= {logged.CHOSEN: found[tuner.current + logged.MEASURED]}
         found |= {logged.LINK: 8e-6 * link.bandwidth, logged.MESSAGE: 1e3 * link.latency}
         return {f"{self._name}/{name}": value for name, value in found.items()}
-
-
-def _workloads(strategy: AutoStrategy, bucket_cap_mb: float) -> tuple[Workload, Workload, Workload]:
-    """Return a rank's part of gradients in buckets, of updates in buckets, and of updates in the fewest segments.
-
-    All ranks return the same, also if shards of one parameter have different lengths.
-    """
-    module, optimizers = strategy.lightning_module, strategy.optimizers
-    shards = int(strategy.world_size) // dist.get_world_size(strategy._group)
-    numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
-    gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
-    if not {TOPK, NEXT_STEP} & {*strategy._auto.options}:
-        return gradients, gradients, gradients
-    params, _, group_of = exchanged_parameters(module, optimizers)
-    shapes = {name: (-(-param.numel() // shards),) for name, param in params.items()}
-    dtypes = {name: param.dtype for name, param in params.items()}
-    layouts = [Layout.of(shapes, "bucket", bucket_cap_mb, dtypes=dtypes, group_of=group_of)]
-    with contextlib.suppress(ValueError):  # too long for one segment
-        layouts.append(Layout.of(shapes, "model", dtypes=dtypes, group_of=group_of))
-    lengths = [tuple(segment.numel for segment in layout.segments) for layout in layouts]
-    works = [Workload(each, (1.0,) * len(each), 0.0, 0.0) for each in lengths]
-    return gradients, works[0], works[-1]
 
 
 def _free_bytes(device: torch.device) -> float:

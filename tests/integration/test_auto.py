@@ -528,7 +528,7 @@ def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
     """Rank 1 has room for so many bytes per parameter."""
 
     def free(device: torch.device) -> float:
-        return spared * net.weights.numel() - strategy._auto._bytes(strategy, strategy.choice) if rank else 1e12
+        return spared * net.weights.numel() - strategy._auto._bytes(strategy)[strategy.choice] if rank else 1e12
 
     auto_module._free_bytes = free
     auto_module.measure_link = lambda *_: (1e9, 1e-6)
