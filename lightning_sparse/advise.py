@@ -67,7 +67,7 @@ CAUTIONS = {
     **dict.fromkeys(("memsgd", "dgc"), "for SGD"),
     **{
         name: "a vote, not a mean: needs its own learning rate"
-        if not spec.make().approximates
+        if not spec.make().contracts
         else "for faulty or malicious ranks: sends as many bytes as dense"
         for name, spec in METHODS.items()
         if not spec.aggregator.averages
@@ -167,6 +167,9 @@ def measure(
 def slowdown(seconds: float = 0.3) -> float:
     """Return the factor by which other programs slow down work on all cores; 1 without other programs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # a container may get fewer; "max" is no limit
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = max(1, min(cores, quota // period))
     data = bytes(1 << 20)
 
     def work(_: int) -> None:

@@ -35,13 +35,13 @@ class StateSpec:
             creates; it is lost if the partition changes. "scratch": an fp32 buffer of the segment's length that is not
             saved.
         resize: effect of a new number of ranks on the tensors. "sum": the mean over the ranks is preserved (error
-            feedback). "replicate": the tensor is equal on all ranks and is copied to new ranks. "drop": it starts at
-            zero, or absent.
+            feedback). "mean": a new rank takes the mean over some old ranks, or an old rank's (momentum). "replicate":
+            the tensor is equal on all ranks and is copied to new ranks. "drop": it starts at zero, or absent.
     """
 
     name: str
     per: Literal["element", "segment", "scratch"] = "element"
-    resize: Literal["sum", "replicate", "drop"] = "sum"
+    resize: Literal["sum", "mean", "replicate", "drop"] = "sum"
 
 
 class Replayable:

@@ -134,7 +134,6 @@ def step(
     link: Link,
     costs: Costs,
     *,
-    density: float | None = None,
     dense_bytes: int = 4,
     exchanged: Exchanged = "gradient",
 ) -> Step:
@@ -146,7 +145,6 @@ def step(
         workers: number of workers.
         link: link between the workers.
         costs: compute time of the method.
-        density: fraction of entries to send; None selects the method's own.
         dense_bytes: bytes per element of dense gradients: 4, or 2 with a 16-bit hook.
         exchanged: "gradient" or "update". A method with an `UpdateRule` always exchanges updates, once in
             `UpdateRule.local_steps` steps. Times and bytes are those of one step.
@@ -162,11 +160,11 @@ def step(
     done: list[tuple[float, float]] = []
     after_backward = method.local_steps > 1 or (in_turn and work.shards > 1)
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
-    for index, (numel, fraction) in enumerate(zip(work.segments, arrivals, strict=True)):
+    for numel, fraction in zip(work.segments, arrivals, strict=True):
         shapes = matrices(numel)
-        segment = Segment(index, ("",) * len(shapes), shapes, 0)
+        segment = Segment(0, ("",) * len(shapes), shapes, 0)  # equal ones, so that caches serve
         dense = dense_bytes * numel * dense_messages / workers
-        chosen = method.aggregator.nbytes(method.compressor, segment, density, workers)
+        chosen = method.aggregator.nbytes(method.compressor, segment, None, workers)
         sharing = method.aggregator.ranks_per_link
         # As in `Reducer`, only a method whose result is a mean may fall back to the dense mean.
         may_fall_back = workers > 1 and method.aggregator.averages
@@ -176,7 +174,7 @@ def step(
             nbytes, messages = chosen, method.aggregator.messages(workers)
             before = costs.segment + numel * costs.element
             # In all exchanges of this package, a rank receives the same number of bytes that it sends.
-            after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment, density)
+            after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment)
         else:  # in a ring, only one rank of a node sends to another node
             nbytes, messages, sharing, after = dense, dense_messages, 1, 0.0
             before = dense * costs.dense_byte
@@ -218,11 +216,10 @@ def matrices(numel: int) -> tuple[tuple[int, int], ...]:
     return ((rows, columns), (1, rest)) if rest else ((rows, columns),)
 
 
-def _entries_per_byte(compressor: Compressor, segment: Segment, density: float | None) -> float:
+def _entries_per_byte(compressor: Compressor, segment: Segment) -> float:
     """Return the number of entries per byte of a segment's payload."""
-    if isinstance(compressor, Sparsifier):
-        return compressor.capacity(segment.numel, density) / max(1, compressor.nbytes(segment, density))
-    return segment.numel / max(1, compressor.nbytes(segment, density))
+    entries = compressor.capacity(segment.numel, None) if isinstance(compressor, Sparsifier) else segment.numel
+    return entries / max(1, compressor.nbytes(segment, None))
 
 
 def break_even_bandwidth(

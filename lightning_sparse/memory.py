@@ -128,7 +128,7 @@ class Momentum(Memory):
     beta: float = 0.9
 
     error_feedback = depends_on_step = False
-    state = (StateSpec("momentum"),)
+    state = (StateSpec("momentum", resize="mean"),)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", check("beta", self.beta, "Momentum"))

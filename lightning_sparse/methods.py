@@ -86,7 +86,7 @@ class Method:
         if self.memory.error_feedback and not self.compressor.contracts:
             raise ValueError(
                 f"{self.memory!r} keeps the errors of {self.compressor!r}, which may be larger than what is sent, so "
-                f"they would grow from step to step. Use NoMemory(), as its values are right on average."
+                f"they would grow from step to step. Use NoMemory()."
             )
 
     def __str__(self) -> str:

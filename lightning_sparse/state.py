@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -90,7 +89,7 @@ class SegmentStates:
         masked = []
         for spec in self.specs.values():
             # State that is equal on all ranks must remain equal, whichever rank used the parameter.
-            if spec.per == "element" and spec.resize == "sum":
+            if spec.per == "element" and spec.resize in ("sum", "mean"):
                 views = segment.views(self.by_segment[segment.index][spec.name])
                 for name, view in zip(segment.names, views, strict=True):
                     if name in unused:
@@ -130,8 +129,7 @@ class SegmentStates:
         if (layout := self.layout) is None:
             self._loaded = saved
             return
-        # Older files name owners with their options, such as `Residual()`.
-        owners = {name: re.sub(r"\(.*\)", "", owner) for name, owner in saved["owners"].items()}
+        owners = saved["owners"]
         fitting = {name for name, owner in owners.items() if self._owners.get(name) == owner}
         dropped = {name: owners[name] for name in sorted(owners.keys() - fitting)}
         if dropped and saved["rank"] == 0:  # the same on all ranks
@@ -194,9 +192,9 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     """Return the state of one of `size` new ranks, computed from the states of the old ranks.
 
     A residual keeps its mean over the ranks. New rank r takes (new / old) times the sum over all old ranks that equal
-    r modulo the new number. State that is equal on all ranks is copied. All other state starts at zero. If
-    each rank has optimizer state, a new rank takes the mean over the same old ranks. If there are none, it takes that
-    of old rank r modulo the old number. A parameter without state on a rank counts as zeros.
+    r modulo the new number. State that is equal on all ranks is copied. Of momentum and of the optimizers' states, a
+    new rank takes the mean over the same old ranks. If there are none, it takes that of old rank r modulo the old
+    number. All other state starts at zero. A parameter without state on a rank counts as zeros.
 
     Args:
         states: `Reducer.state_dict` of the old ranks that `sources` names, in order. They are read one after the other,
@@ -207,10 +205,10 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     result: dict[str, Any] = {}
     optimizers, dtypes, added = dict[str, Any](), dict[Any, torch.dtype](), 0
     for state in states:
-        mine = state["rank"] % size == rank
-        if "optimizers" in state and state["rank"] % size == rank % state["size"]:
-            added += 1
-            for name, own in state["optimizers"].items():
+        mine, of_moments = state["rank"] % size == rank, state["rank"] % size == rank % state["size"]
+        added += of_moments
+        if of_moments:
+            for name, own in state.get("optimizers", {}).items():
                 _add_states_(optimizers.setdefault(name, {}), own)
                 dtypes |= {(name, i, key): x.dtype for i, each in own["state"].items() for key, x in _averaged(each)}
         factor = size / state["size"] if mine else 0.0
@@ -231,9 +229,13 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
             shapes = {param: value.shape for param, value in per_param.items()}
             if shapes != {param: value.shape for param, value in result["elements"].get(name, {}).items()}:
                 raise ValueError(f"Reducer states of two ranks differ in the parameters of their {name}.")
-            if state["resize"][name] == "sum" and mine:
+            resize = state["resize"][name]
+            if (resize == "sum" and mine) or (resize == "mean" and of_moments):
                 for param, value in per_param.items():
-                    result["elements"][name][param].add_(value, alpha=factor)
+                    result["elements"][name][param].add_(value, alpha=factor if resize == "sum" else 1.0)
+    for name, per_param in result["elements"].items():
+        if result["resize"][name] == "mean":
+            torch._foreach_div_([*per_param.values()], max(1, added))
     if optimizers:
         result["optimizers"] = optimizers
     for name, total in optimizers.items():
@@ -269,5 +271,9 @@ def _add_states_(total: dict[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _averaged(own: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return an optimizer's tensors for a parameter, by name, whose mean over ranks is meaningful, as moments."""
-    return [(key, x) for key, x in own.items() if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+    """Return an optimizer's tensors for a parameter, by name, whose mean over ranks is meaningful, as moments.
+
+    There are none if one of them is quantized, as codes and scales have no mean. The first rank's state is taken then.
+    """
+    tensors = [(key, x) for key, x in own.items() if isinstance(x, Tensor) and x.dim()]
+    return tensors if all(type(x) is Tensor and x.is_floating_point() for _, x in tensors) else []

@@ -132,6 +132,11 @@ class UpdateRule:
         """Whether the weight change differs from the mean of the updates."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
+    @property
+    def outer_gain(self) -> float:
+        """The total weight change, over all steps, by a mean update of 1."""
+        return self.outer_lr / (1 - self.outer_momentum)
+
     def outer_step_(self, means: Sequence[Tensor], segment: Segment, state: State, frozen: Collection[str]) -> None:
         """Replace the mean updates of a segment's parameters (1-D, fp32) by the weight changes, in place.
 

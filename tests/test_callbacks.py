@@ -217,6 +217,30 @@ def test_distributions_of_gradient_residual_and_sum(granularity, per_layer):
         assert found["layers/b/threshold_sent"] == 2
 
 
+@pytest.mark.parametrize("name", ["topk", "local_sgd"])
+def test_segments_that_wait_for_their_exchange_count_as_those_that_do_not(name):
+    """With overlap="next_step", all segments begin before one ends."""
+    chosen = method(name, density=0.5) if name == "topk" else method(name)
+    grads = {"a": torch.tensor([4.0, -1.0, 3.0]), "b": torch.tensor([2.0, 0.0]), "c": torch.randn(5, 2)}
+
+    def rank(comm, waits):
+        reducer = Reducer(chosen, comm, granularity="layer", exchanged="update")
+        reducer.setup(grads)
+        norms, losses = reducer.observers = [_Norms(drifts=True), ContractionRatio(per_layer=True).observer(reducer)]
+        grad_of = {key: (x * (1 + comm.rank)).view(-1) for key, x in grads.items()}
+        begun = []
+        for segment in reducer.layout.segments:
+            begun.append(reducer.begin(segment, [grad_of[key] for key in segment.names]))
+            while begun and not waits:
+                reducer.finish(begun.pop())
+        for each in begun:
+            reducer.finish(each)
+        sums = {key: list(values) for key, values in losses.sums.items()}
+        return norms.difference, norms.mean, norms.density, sums
+
+    assert repr(simulate(2, lambda comm: rank(comm, True))) == repr(simulate(2, lambda comm: rank(comm, False)))
+
+
 def test_only_the_last_reduction_of_a_batch_counts():
     def rank(comm):
         reducer = Reducer(method("dense"), comm)
@@ -639,3 +663,37 @@ def test_bytes_where_validation_and_the_end_ask_for_the_exchange(tmp_path):
     assert 4 * 0.05 * elements < each < 1000  # entries, their indices and the buffers
     assert found["communication/bytes_total"].tolist() == [each, 2 * each, 3 * each]
     assert found["communication/bytes_per_step"].tolist() == [each / 2, each / 2, each]
+
+
+def test_local_steps_that_only_torch_counts(tmp_path):
+    """Raw optimizers in manual optimization; every second step logs, and every fourth has an exchange."""
+
+    class Raw(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    def rank(rank):
+        logger = CSVLogger(tmp_path, name="", version="0")
+        options = {"callbacks": [CommunicationMonitor()], "logger": logger, "log_every_n_steps": 2, "max_epochs": 1}
+        strategy = SparseDDPStrategy("topk", density=0.05, exchange="update", local_steps=4)
+        trainer(strategy, 2, **options, default_root_dir=tmp_path).fit(Raw(), Loader(rank, 2, 8))
+
+    lightning_ranks(2, rank)
+    found = pd.read_csv(tmp_path / "0" / "metrics.csv").dropna(subset="communication/bytes_total")
+    total = found["communication/bytes_total"].tolist()
+    assert found["communication/bytes_per_step"].tolist() == [total[0] / 4, (total[1] - total[0]) / 4]
+    assert (found["seconds/exchange"] > 0).all()
+
+
+def test_a_step_that_takes_its_batches_itself(tmp_path):
+    class Takes(Net):
+        def training_step(self, dataloader_iter):
+            batch, index, _ = next(dataloader_iter)
+            return super().training_step(batch, index)
+
+    fit(tmp_path, [CommunicationMonitor()], net=Takes)

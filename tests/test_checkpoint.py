@@ -32,7 +32,7 @@ def state(rank: int = 0, size: int = 2, step: int = 3) -> dict:
         "size": size,
         "step": step,
         "skipped": 0,
-        "owners": {"residual": "Residual()", "common": "Common()", "round": "Common()"},
+        "owners": {"residual": "Residual", "common": "Common", "round": "Common"},
         "resize": {"residual": "sum", "common": "replicate", "round": "replicate"},
         "elements": elements,
         "segments": {"w\nb": {"round": torch.tensor([7])}},

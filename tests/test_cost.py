@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from lightning_sparse import METHODS, Reducer, advise, method, simulate
 from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, matrices, step
-from lightning_sparse.layout import Segment
+from lightning_sparse.layout import Segment, cut
 from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method, resolve_updates, update_density
 from lightning_sparse.update_rule import UpdateRule
@@ -377,6 +378,26 @@ def test_advise_says_that_the_machine_is_busy(capsys, monkeypatch):
         monkeypatch.setattr(advise, "measure", lambda *_, spread=spread, **__: (Costs(element=1e-9), spread))
         said = table(capsys, "--bandwidth", "1Mbit", "--backward", "0.01")
         assert ("This machine is busy: steps took 2.5 times as long as they would alone" in said) is (slow + spread > 2)
+
+
+def test_equal_buckets_are_cut_once():
+    """A table for 70 billion parameters and 1,024 workers must not keep 11 million regions."""
+    work = Workload.even(100_000_000, 0.1, 0.1)
+    assert len(work.segments) > 10
+    for name in METHODS:
+        before = cut.cache_info().currsize
+        step(method(name), work, 61, Link(1e9), Costs())
+        assert cut.cache_info().currsize - before <= 2
+
+
+def test_a_container_with_fewer_processors_is_not_busy(monkeypatch):
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: "100000 100000" if path.name == "cpu.max" else read(path))
+    threads: list[int] = []
+    pool = advise.ThreadPoolExecutor
+    monkeypatch.setattr(advise, "ThreadPoolExecutor", lambda count: threads.append(count) or pool(count))
+    advise.slowdown(seconds=0.01)
+    assert threads == [1]
 
 
 @full

@@ -103,8 +103,8 @@ class TwoPass(Aggregator[Compressor]):
         return size * (2 * first + second)
 
     def supports(self, compressor: Compressor) -> bool:
-        # Signs do not approximate u, so they have no sum to compress. Regions cut matrices. Owners keep residuals.
-        fits = compressor.contracts and compressor.approximates and not isinstance(compressor, LowRank)
+        # Owners keep residuals of the second pass. Regions cut matrices.
+        fits = compressor.contracts and not isinstance(compressor, LowRank)
         return fits and (self.second == 1 or hasattr(compressor, "density"))
 
     def _second(self, density: float | None) -> float | None:

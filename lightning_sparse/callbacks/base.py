@@ -24,6 +24,7 @@ from lightning_sparse._compat import accumulates, logs_next_step, steps_taken
 from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.compressors.base import Update
 from lightning_sparse.context import Context
+from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.summary import summary_writers
@@ -54,6 +55,10 @@ class StepCallback(Callback, abc.ABC):
     category = "lightning_sparse"
     """Heading of its charts under TensorBoard's custom scalars."""
 
+    counts = False
+    """Whether the callback also reports steps whose gradients DDP averages, as `auto_ddp` may choose. It then gets no
+    observer."""
+
     has_bar = True
     """Whether `pl_module.log` may be called. After training has ended, it may not."""
 
@@ -70,7 +75,7 @@ class StepCallback(Callback, abc.ABC):
         """Write histograms to TensorBoard, and return the scalars to log.
 
         Args:
-            seen: observer of the step's last reduction.
+            seen: observer of the step's last reduction; None if other code averaged the gradients.
             writers: writers of all TensorBoard loggers.
             step: step number under which Lightning logs.
         """
@@ -89,6 +94,7 @@ class StepCallback(Callback, abc.ABC):
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         self._timed_observer, self.has_bar = None, True
+        reducer = trainer.strategy.reducer  # on all ranks, because it may raise
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         if message := self._why_nothing_logs(trainer):
@@ -98,7 +104,7 @@ class StepCallback(Callback, abc.ABC):
             # TensorBoard keeps one layout of custom scalars per run, so the first callback writes it for all callbacks.
             layout: dict[str, dict[str, list[Any]]] = {}
             for callback in mine:
-                for title, tags in callback.charts(trainer.strategy.reducer).items():
+                for title, tags in callback.charts(reducer).items():
                     patterns = [f"^{re.escape(tag)}$" for tag in tags]
                     layout.setdefault(callback.category, {})[title] = ["Multiline", patterns]
             for writer in summary_writers(trainer.loggers):
@@ -151,12 +157,14 @@ class StepCallback(Callback, abc.ABC):
     def _report_observed(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         watch, started = self._timed_observer, time.perf_counter()
         assert watch is not None
-        trainer.strategy.wait_for_exchange()  # the exchange calls the observers in its thread
+        succeeded = trainer.strategy.wait_for_exchange()  # the exchange calls the observers in its thread
         self._detach(trainer.strategy.reducer)
-        if watch.observer is None:
-            return  # no backward pass, or a skipped step
+        if not succeeded or (watch.observer is None and not self.counts):
+            return  # the next exchange raises the error; or there was no backward pass, or a skipped step
         step = steps_taken(trainer)
         scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer.loggers), step)
+        if not scalars:
+            return
         cost = watch.seconds + time.perf_counter() - started
         scalars[f"monitoring_cost/{type(self).__name__}_ms"] = 1000 * cost
         finite = {name: value for name, value in scalars.items() if math.isfinite(value)}
@@ -204,6 +212,12 @@ class _TimedObserver(Observer):
         started = time.perf_counter()
         look(*args)
         self.seconds += time.perf_counter() - started
+
+
+def by_parameter(x: Tensor, indices: Tensor, segment: Segment) -> tuple[Tensor, ...]:
+    """Cut values of a segment's entries, of shape (k,), into one tensor for each parameter; `indices` ascend."""
+    stops = torch.tensor(segment.bounds[1:-1], device=indices.device)
+    return x.tensor_split(torch.searchsorted(indices, stops).tolist())
 
 
 def chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:

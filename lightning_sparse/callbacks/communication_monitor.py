@@ -39,14 +39,16 @@ class CommunicationMonitor(StepCallback):
       training began, including the runs before a resume;
     - `communication/times_fewer_than_fp32` and `_bf16`: the bytes of a ring all-reduce of dense gradients, divided by
       the bytes sent. With P ranks the all-reduce sends 2(P − 1)/P times the gradients' size;
-    - `communication/density`: entries sent divided by all entries, for methods that choose entries;
+    - `communication/density`: entries sent divided by all entries, for methods that choose entries; 1 if DDP averages
+      the gradients, as `auto_ddp` may choose, and then only these first three items;
     - `residual/norm`, `residual/gradient_norm` and their ratio. A warning is given once if the residual grows beyond
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
-      agreed weights. It is relative to the norm of the agreed update;
+      mean of the ranks' weights. It is relative to the norm of the mean update;
     - `seconds/compensate`, `select`, `exchange` and `decode`: seconds of each phase per step. Selection includes
       packing and summing, exchange includes waiting for slower ranks, and decoding includes the update of the residual.
-      These are means over the steps since the last log. Logging steps are excluded if there are other steps;
+      These are means over the steps since the last log. Logging steps are excluded if there are other steps. They are
+      seconds of the host: on a GPU over NCCL it only starts the work, so they do not show the link there;
     - `seconds/hidden_share`: the fraction of this time that overlaps with backward.
 
     If C leaves at most 1 − δ of ‖u‖² in the residual, ‖e‖ ≤ 2√(1 − δ)/δ · max ‖g‖ (Karimireddy et al. 2019, arXiv
@@ -57,12 +59,12 @@ class CommunicationMonitor(StepCallback):
     steps cost nothing.
     """
 
-    needs_logger = False
+    needs_logger, counts = False, True
     category = "Communication"
 
     def __init__(self) -> None:
         self._sent_before = 0  # bytes of earlier fits, and of the runs that this one resumes
-        self._first: _Totals | None = None
+        self._first: int | None = None  # bytes sent when this fit began
         self._last: _Totals | None = None
         self._step_began: _Totals | None = None
         self._norms: deque[float] = deque(maxlen=GROWING + 1)
@@ -92,7 +94,7 @@ class CommunicationMonitor(StepCallback):
         """Return the bytes sent since training began, including the runs before a resume."""
         sent: int = self._sent_before
         if self._first is not None:
-            sent += self._comm.sent_bytes - self._first.sent
+            sent += self._comm.sent_bytes - self._first
         return sent
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,8 +111,8 @@ class CommunicationMonitor(StepCallback):
         reducer: Reducer = trainer.strategy.reducer
         if self._first is None:
             # on_train_start is too early: the strategy's on_train_start runs later and resets the counts.
-            self._first = _Totals.of(trainer)
-            self._last = self._first
+            self._last = _Totals.of(trainer)
+            self._first = self._last.sent
         self._comm = reducer.comm  # a new one if the strategy has chosen another exchange
         if self._timed_observer is not None:
             self._step_began = _Totals.of(trainer)
@@ -119,36 +121,48 @@ class CommunicationMonitor(StepCallback):
         return _Norms(drifts=reducer.method.local_steps > 1)
 
     def report(
-        self, seen: _Norms, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
+        self,
+        seen: _Norms | None,
+        trainer: Trainer,
+        pl_module: pl.LightningModule,
+        writers: list[SummaryWriter],
+        step: int,
     ) -> dict[str, float]:
         reducer: Reducer = trainer.strategy.reducer
         last, began, now = self._last, self._step_began, _Totals.of(trainer)
         assert last is not None
         assert began is not None
+        if now.exchanges == began.exchanges:
+            return {}  # no step, or one without an exchange
         self._last = now
         per_step = (now.sent - last.sent) / (now.steps - last.steps)
         scalars = {
             "communication/bytes_per_step": per_step,
             "communication/bytes_total": self._total(),
-            "communication/density": seen.sent / seen.numel,
-            "residual/gradient_norm": math.sqrt(seen.gradient),
+            "communication/density": 1.0 if seen is None else seen.density,
         }
-        if seen.mean > 0:
-            scalars["communication/drift"] = math.sqrt(seen.difference / seen.mean)
         if per_step > 0:
             scalars["communication/times_fewer_than_fp32"] = reducer.routing.dense_nbytes / per_step
             scalars["communication/times_fewer_than_bf16"] = reducer.routing.dense_nbytes / 2 / per_step
-        if seen.residual is not None:
-            norm = math.sqrt(seen.residual)
-            scalars["residual/norm"] = norm
-            if seen.gradient > 0:
-                scalars["residual/times_gradient"] = norm / math.sqrt(seen.gradient)
-            self._check(norm, math.sqrt(seen.gradient), seen.sent / seen.numel, step)
-        # Observing slows down logging steps, so the means exclude them if there are other steps.
-        scalars |= began.seconds_since(last) if began.steps > last.steps else now.seconds_since(last)
+        if seen is not None:
+            scalars |= self._norms_of(seen, step)
+            # Observing slows down logging steps, so the means exclude them if there are other steps.
+            scalars |= (began if began.exchanges > last.exchanges else now).seconds_since(last)
         for name, tag in BAR.items():
             if self.has_bar and math.isfinite(value := scalars.get(tag, math.nan)):
-                pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True)
+                pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+        return scalars
+
+    def _norms_of(self, seen: _Norms, step: int) -> dict[str, float]:
+        gradient = math.sqrt(seen.gradient)
+        scalars = {"residual/gradient_norm": gradient}
+        if seen.mean > 0:
+            scalars["communication/drift"] = math.sqrt(seen.difference / seen.mean)
+        if seen.residual is not None:
+            norm = scalars["residual/norm"] = math.sqrt(seen.residual)
+            if gradient > 0:
+                scalars["residual/times_gradient"] = norm / gradient
+            self._check(norm, gradient, seen.density, step)
         return scalars
 
     def _check(self, norm: float, gradient: float, delta: float, step: int) -> None:
@@ -173,6 +187,7 @@ class _Totals:
     """Snapshot of the reducer's counts."""
 
     steps: int
+    exchanges: int
     sent: int
     seconds: dict[str, float]
 
@@ -180,8 +195,9 @@ class _Totals:
     def of(trainer: Trainer) -> _Totals:
         reducer: Reducer = trainer.strategy.reducer
         # Validation or a checkpoint may cause an exchange before `local_steps` steps are complete.
-        steps = trainer.global_step if reducer.method.local_steps > 1 else reducer.step
-        return _Totals(steps, reducer.comm.sent_bytes, {**reducer.seconds, "exchange": reducer.comm.seconds})
+        steps = trainer.strategy.exchanger.steps_taken if reducer.method.local_steps > 1 else reducer.step
+        seconds = {**reducer.seconds, "exchange": reducer.comm.seconds}
+        return _Totals(steps, reducer.step, reducer.comm.sent_bytes, seconds)
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps
@@ -212,25 +228,30 @@ class _Norms(Observer):
 
     def __init__(self, drifts: bool) -> None:
         self._drifts = drifts
-        self._own: list[Tensor] = []
+        self._own: dict[int, list[Tensor]] = {}  # by segment: several may wait for their exchange
         self.difference = self.mean = 0.0
         self.gradient = 0.0
         self.residual: float | None = None
         self.sent = 0.0
         self.numel = 0
 
+    @property
+    def density(self) -> float:
+        """Entries sent divided by elements."""
+        return self.sent / self.numel
+
     def gradients(self, grads: list[Tensor], ctx: Context) -> None:
         self.gradient += ctx.scale**2 * float(sum_of_squares(grads))
         if "residual" in ctx.state:
             self.residual = (self.residual or 0.0) + float(sum_of_squares([ctx.state["residual"]]))
         if self._drifts:
-            self._own = [grad.clone() for grad in grads]
+            self._own[ctx.segment.index] = [grad.clone() for grad in grads]
 
     def written(self, grads: list[Tensor], ctx: Context) -> None:
         if self._drifts:
             self.mean += float(sum_of_squares(grads))
-            self.difference += float(sum_of_squares([own - mean for own, mean in zip(self._own, grads, strict=True)]))
-            self._own = []
+            own = self._own.pop(ctx.segment.index)
+            self.difference += float(sum_of_squares([each - mean for each, mean in zip(own, grads, strict=True)]))
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
         self.numel += u.numel()

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, sum_of_squares
+from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, by_parameter, sum_of_squares
 from lightning_sparse.compressors.base import Entries, Update, drop_padding
 from lightning_sparse.context import Context
 from lightning_sparse.layout import Segment
@@ -92,15 +91,15 @@ class _Losses(Observer):
     def __init__(self, per_layer: bool) -> None:
         self.per_layer = per_layer
         self.sums: dict[str | None, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
-        self._squares: list[Tensor] = []
+        self._squares: dict[int, list[Tensor]] = {}  # by segment: several may wait for their exchange
 
     def compensated(self, u: Tensor, ctx: Context) -> None:
         # Compute the squares now, because the exchange may overwrite u.
-        self._squares = [sum_of_squares([part]) for part in self._parts(ctx.segment, u)]
+        self._squares[ctx.segment.index] = [sum_of_squares([part]) for part in self._parts(ctx.segment, u)]
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
         segment = ctx.segment
-        parts = self._parts(segment, u)
+        parts, squares = self._parts(segment, u), self._squares.pop(segment.index)
         lost: Sequence[float | Tensor]
         sent = [math.nan] * len(parts)
         if applied is u:
@@ -109,17 +108,14 @@ class _Losses(Observer):
             indices, values = drop_padding(applied, segment.numel)
             before = u[indices].double()
             gone = before.square() - (before - values).square()
-            cuts: list[int] = []
-            if self.per_layer:
-                stops = torch.tensor(segment.bounds[1:-1], device=indices.device)
-                cuts = torch.searchsorted(indices, stops).tolist()
-            lost = [total - some.sum() for total, some in zip(self._squares, gone.tensor_split(cuts), strict=True)]
-            sent = [some.numel() for some in gone.tensor_split(cuts)]
+            pieces = by_parameter(gone, indices, segment) if self.per_layer else [gone]
+            lost = [total - some.sum() for total, some in zip(squares, pieces, strict=True)]
+            sent = [some.numel() for some in pieces]
         else:
             left = u - applied
             lost = [sum_of_squares([part]) for part in self._parts(segment, left)]
         names = segment.names if self.per_layer else (None,)
-        for name, part, total, rest, count in zip(names, parts, self._squares, lost, sent, strict=True):
+        for name, part, total, rest, count in zip(names, parts, squares, lost, sent, strict=True):
             for key in {None, name}:
                 self.sums[key] += (float(rest), float(total), count, part.numel())
 

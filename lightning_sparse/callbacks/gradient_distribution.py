@@ -6,10 +6,9 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer
+from lightning_sparse.callbacks.base import Charts, StepCallback, Trainer, by_parameter
 from lightning_sparse.callbacks.histogram import Distribution, Summary
 from lightning_sparse.compressors.base import Entries, Update, drop_padding
 from lightning_sparse.context import Context
@@ -152,9 +151,7 @@ class _Distributions(Observer):
         magnitudes = u[indices].abs()
         self._sent(None, magnitudes)
         if self.per_layer:
-            stops = torch.tensor(segment.bounds[1:-1], device=indices.device)
-            cuts = torch.searchsorted(indices, stops).tolist()
-            for name, part in zip(segment.names, magnitudes.tensor_split(cuts), strict=True):
+            for name, part in zip(segment.names, by_parameter(magnitudes, indices, segment), strict=True):
                 self._sent(name, part)
 
     def _add_segment(self, letter: str, segment: Segment, x: Tensor) -> None:

@@ -104,9 +104,6 @@ class Compressor(Replayable, abc.ABC):
     by_parameter: bool = False
     """Whether each parameter is encoded by itself: joining two segments joins their payloads, part by part."""
 
-    approximates: bool = True
-    """Whether the update approximates u, so that the mean of the ranks' updates can be compressed again."""
-
     @property
     def contracts(self) -> bool:
         """Whether ‖u − update‖ is below ‖u‖ in expectation. Otherwise a residual would grow without bound."""

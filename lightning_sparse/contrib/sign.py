@@ -29,7 +29,10 @@ class Sign(Compressor):
         ((tensor([1], dtype=torch.uint8), tensor([5], dtype=torch.uint8)), tensor([ 1., -1.,  1.]))
     """
 
-    approximates = False
+    @property
+    def contracts(self) -> bool:
+        """Whether ‖u − C(u)‖ ≤ ‖u‖: no, as signs have no scale."""
+        return False
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
         check_length(u, ctx)

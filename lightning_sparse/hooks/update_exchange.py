@@ -302,6 +302,11 @@ class UpdateExchanger(Exchanger):
         if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
 
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps of all optimizers."""
+        return sum(steps.taken for steps in self._steps)
+
     def _of(self, optimizer: Optimizer) -> _Steps:
         return self._steps[self.optimizers.index(optimizer)]
 

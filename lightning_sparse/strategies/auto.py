@@ -44,6 +44,7 @@ from lightning_sparse._compat import (
     initializes_state,
     parameters_by_name,
     step_depth,
+    steps_taken,
 )
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
@@ -287,7 +288,7 @@ class AutoStrategy:
             if self.choice == before or not self._auto.tuner.is_settled:
                 self.inform(text)  # otherwise the summary of the new exchange has said so
             for logger in trainer.loggers if self._auto.tuner.is_settled else ():
-                logger.log_metrics(self._auto.scalars(), trainer.global_step)
+                logger.log_metrics(self._auto.scalars(), steps_taken(trainer))
         super().on_train_batch_start(batch, batch_idx)
         self._auto.clock.begin_batch()
 
@@ -304,14 +305,15 @@ class AutoStrategy:
         old = self._training
         assert old.exchanger is not None
         comm = old.exchanger.comm
-        kept = comm.sent_bytes, comm.seconds, old.exchanger.reducer.step, comm.peers.terminating
+        reducer = old.exchanger.reducer
+        kept = comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating
         old.close()
         self._training, self.model = Training(), self.lightning_module
-        del old
+        del old, reducer
         gc.collect()  # of DistributedDataParallel's buckets
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
-        comm.sent_bytes, comm.seconds, reducer.step, comm.peers.terminating = kept
+        comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating = kept
         self._auto.note_replacement(self)
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:

@@ -75,9 +75,9 @@ class TrainerCalls:
             self._shutdown = CoordinatedShutdown(trainer, training.exchanger.comm, launched=self._launched)
         self._began(training, why, trainer.loggers)
 
-    def wait_for_exchange(self) -> None:
-        """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
-        self._training.wait()
+    def wait_for_exchange(self) -> bool:
+        """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
+        return self._training.wait()
 
     def setup_environment(self) -> None:
         super().setup_environment()

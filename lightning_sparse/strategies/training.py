@@ -53,8 +53,9 @@ class Training:
     def exchange_pending(self, *_: Any) -> None:
         """Exchange the updates of steps that have not been exchanged. Then weights are equal on all ranks."""
 
-    def wait(self) -> None:
-        """Wait until observers have seen the pending exchange. Its errors are raised by the next one."""
+    def wait(self) -> bool:
+        """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
+        return True
 
     def refresh_parameters(self) -> None:
         """Called before the states of optimizers are loaded."""

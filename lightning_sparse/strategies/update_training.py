@@ -72,9 +72,11 @@ class UpdateTraining(Training):
     def exchange_pending(self, *_: Any) -> None:
         self.exchanger.exchange_pending()
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         with contextlib.suppress(Exception):
             self.exchanger.updates.wait()
+            return True
+        return False
 
     def refresh_parameters(self) -> None:
         # Callbacks such as BaseFinetuning add parameters to optimizers when fit starts.

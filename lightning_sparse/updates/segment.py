@@ -215,7 +215,7 @@ class UpdateSegment:
         torch._foreach_copy_(agreed, [x.view(shape) for x, shape in zip(deltas, segment.shapes, strict=True)])
         if residual is not None:  # it keeps the rounding error of the weights
             changes_(deltas, [x.reshape(-1) for x in agreed], deltas, segment.bounds)
-            torch._foreach_add_(segment.views(residual), deltas)
+            torch._foreach_add_(segment.views(residual), deltas, alpha=1 / self._rule.outer_gain)
 
     def begin_(self, groups: Mapping[int, Any]) -> PendingExchange:
         """Apply the pending mean, compress the delta, and apply this rank's own entries until the next mean arrives.

@@ -893,13 +893,19 @@ def monitored(rank: int) -> Any:
         logger=[logger],
         log_every_n_steps=1,
     )
-    totals = [seen["communication/bytes_total"] for seen in logger.seen if "communication/bytes_total" in seen]
+    counted = [seen for seen in logger.seen if "communication/bytes_total" in seen]
     ratios = sum(any(name.startswith("contraction") for name in seen) for seen in logger.seen)
-    return totals, ratios, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
+    return counted, ratios, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
 
 
 def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
-    (totals, ratios, choices), _ = lightning_ranks(2, monitored)
+    (counted, ratios, choices), _ = lightning_ranks(2, monitored)
+    totals = [seen["communication/bytes_total"] for seen in counted]
+    densities = [seen["communication/density"] for seen in counted]
+    assert densities[0] == densities[-1] == 1  # of DDP's averages
+    assert 0 < min(densities) < 1
+    assert all(value >= 0 for seen in counted for name, value in seen.items() if name.startswith("seconds/"))
+    assert all(seen.get("seconds/hidden_share", 0) <= 1 for seen in counted)
     assert 5 <= ratios <= 6  # of TopK's steps; at a switch the callback may observe the exchange that ends
     assert totals == sorted(totals)
     assert len(totals) > 4

@@ -282,6 +282,15 @@ def test_callbacks_show_the_first_ranks_shards(tmp_path):
     assert sent > 0
 
 
+def observes_nothing(rank: int) -> Any:
+    return attempt(lambda: fitted(hsdp("dense"), callbacks=[ContractionRatio()], log_every_n_steps=1))
+
+
+def test_all_ranks_say_that_dense_averages_have_no_reducer():
+    for error in lightning_ranks(4, observes_nothing):
+        assert "compresses nothing and has no reducer" in error, error
+
+
 def fails(rank: int, broken: int) -> Any:
     module = Module()
     if rank == broken:

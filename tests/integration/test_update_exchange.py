@@ -1423,7 +1423,7 @@ def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
 @pytest.mark.parametrize("overlap", [*in_full("backward"), "next_step"])
 def test_callbacks_show_updates(tmp_path, overlap):
     def run(rank: int, watch: bool = True) -> Tensor:
-        watching = [GradientDistribution(), ContractionRatio(), CommunicationMonitor()] if watch else []
+        watching = [GradientDistribution(True), ContractionRatio(True), CommunicationMonitor()] if watch else []
         logger = TensorBoardLogger(tmp_path, name="", version="") if watch else False
         options = {"callbacks": watching, "log_every_n_steps": 2, "logger": logger}
         return fit(rank, AdamNet, {"overlap": overlap}, **options)["weights"]
@@ -1441,6 +1441,21 @@ def test_callbacks_show_updates(tmp_path, overlap):
         found.Scalars("communication/bytes_per_step")[0].value
     }
     assert 0 < found.Scalars("contraction/measured")[-1].value < 1
+
+
+@pytest.mark.parametrize("overlap", [*in_full("none"), "next_step"])
+def test_callbacks_leave_the_error_of_an_exchange_as_it_is(overlap):
+    class Breaks(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_rank == 1 and self.trainer.global_step == 3:
+                next(self.parameters()).grad.fill_(math.nan)
+
+    def run(rank: int) -> tuple[str, str, float]:
+        options = {"callbacks": [CommunicationMonitor(), ContractionRatio()], "log_every_n_steps": 1}
+        return caught(lambda: fit(rank, partial(Breaks, ADAMW, lr=0.01), {"overlap": overlap}, **options))
+
+    for kind, text, _ in lightning_ranks(2, run):
+        assert kind == NonFiniteGradient.__name__, text
 
 
 def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):

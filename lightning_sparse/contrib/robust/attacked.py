@@ -106,6 +106,9 @@ class Attacked(Aggregator[Any]):
     def messages(self, size: int) -> int:
         return self.aggregator.messages(size)
 
+    def capacity(self, compressor: Any, numel: int, density: float | None, size: int) -> int:
+        return self.aggregator.capacity(compressor, numel, density, size)
+
     def supports(self, compressor: Compressor) -> bool:
         return self.aggregator.supports(compressor)
 
