@@ -12,8 +12,9 @@ steps:
 3. When the checkpoint is in place, rank 0 removes the sidecar files of earlier tags. Then all other ranks do the same,
    because nodes may have separate disks.
 
-So a process may be killed at any moment: the checkpoint on disk always has matching sidecar files. If you move or copy
-a checkpoint, move or copy the folder too.
+So a process may be killed at any moment: the checkpoint on disk always has matching sidecar files. Lightning writes a
+checkpoint to a temporary folder first; only on the same disk it then gets its name at once. If you move or copy a
+checkpoint, move or copy the folder too.
 
 A sidecar file contains only tensors and primitives, and their checksum. The checksum is needed because torch.load
 ignores the checksums of its zip files, so it would not detect a flipped bit.
@@ -25,7 +26,8 @@ import contextlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -33,13 +35,17 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_sparse.options import listed
 from lightning_sparse.state import resized, sources
 
 KEY = "lightning_sparse"
 """Key of a checkpoint's entry about its sidecar files, such as their tag."""
 VERSION = 1
 MAX_RANKS = 2**20
+NAMED = 8
+"""Number of missing files, or of an optimizer's options, that a message names."""
 
 
 def absolute(checkpoint: str | os.PathLike[str]) -> str:
@@ -71,17 +77,29 @@ def write(checkpoint: str | os.PathLike[str], tag: str, state: Mapping[str, Any]
         tag: tag of this save, equal on all ranks.
         state: result of `Reducer.state_dict`.
     """
+    content = {"version": VERSION, "tag": tag, "state": dict(state)}
+    content["checksum"] = checksum(content)
+    write_file(checkpoint, name(tag, state["rank"], state["size"]), partial(torch.save, content))
+
+
+def write_file(checkpoint: str | os.PathLike[str], name: str, write: Callable[[Any], None]) -> None:
+    """Write a file beside a checkpoint atomically, in its folder of sidecar files.
+
+    Args:
+        checkpoint: path of the checkpoint, in any file system that fsspec supports.
+        name: name of the file.
+        write: writes the content to an open binary file.
+    """
     fs, root = fsspec.core.url_to_fs(folder(checkpoint))
     fs.makedirs(root, exist_ok=True)
-    path = f"{root}/{name(tag, state['rank'], state['size'])}"
-    content = {"version": VERSION, "tag": tag, "state": dict(state)}
+    path = f"{root}/{name}"
     # In a file system with a native rename, the complete file gets its final name at the end. A killed process leaves
     # a "*.part" file, which `prune` removes. Object stores have no rename and show complete files only. For them fsspec
     # would copy the file, and would treat `[`, `*` and `?` in the path as a pattern.
     part = path if type(fs).mv is AbstractFileSystem.mv else f"{path}.part"
     try:
         with fs.open(part, "wb") as file:
-            torch.save({**content, "checksum": checksum(content)}, file)
+            write(file)
         if part != path:
             fs.mv(part, path)
     except BaseException:
@@ -234,6 +252,26 @@ def _inner_tensors(x: Tensor) -> dict[str, Tensor]:
     return {name: part for name, part in vars(x).items() if isinstance(part, Tensor)}  # torch.save writes these
 
 
+def options_of(optimizer: Optimizer) -> list[str]:
+    """Return the optimizer's options that all its parameter groups have; schedulers add other keys."""
+    return [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+
+
+def missing_options_message(optimizer: Optimizer, needed: Sequence[str], loaded: Mapping[str, Any]) -> str | None:
+    """Return an error message if an optimizer lacks options after it has loaded a state with its parameter groups.
+
+    AdamW can load Adam's parameter groups. When torch loads a state of an older version, it adds the new options.
+    """
+    lacks = [key for key in needed if any(key not in group for group in optimizer.param_groups)]
+    if not lacks:
+        return None
+    has = dict.fromkeys(key for group in loaded.get("param_groups", ()) for key in group if key != "params")
+    return (
+        f"{type(optimizer).__name__} needs {listed(lacks, NAMED)}, but another kind of optimizer wrote these: their "
+        f"parameter groups have {listed(list(has), NAMED)}"
+    )
+
+
 def fingerprints(content: Any) -> Any:
     """Return checksums of the values of nested dictionaries and lists of dictionaries, as nested dictionaries."""
     branches = _branches(content)
@@ -284,9 +322,9 @@ def _holds_tensor(content: Any) -> bool:
     return isinstance(content, Tensor) or any(map(_holds_tensor, parts))
 
 
-def remove_own(checkpoint: str | os.PathLike[str], tag: str, rank: int, size: int) -> None:
-    """Remove the sidecar file of one rank, if it exists, after a failed save."""
-    _remove(checkpoint, lambda file: (file["tag"], int(file["rank"]), int(file["size"])) == (tag, rank, size))
+def remove(checkpoint: str | os.PathLike[str], tag: str) -> None:
+    """Remove the sidecar files of a failed save, after all ranks have written theirs."""
+    _remove(checkpoint, lambda file: file["tag"] == tag)
 
 
 def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> None:
@@ -303,5 +341,7 @@ def _remove(checkpoint: str | os.PathLike[str], unneeded: Callable[[re.Match[str
     located = _locate(folder(checkpoint))
     if located is not None:
         fs, root = located
-        with contextlib.suppress(OSError):  # the folder is not empty or does not exist
-            fs.rmdir(root)
+        fs.invalidate_cache(root)
+        with contextlib.suppress(OSError):  # the folder does not exist, or another rank has removed it
+            if not fs.ls(root, detail=False):  # the rmdir of some file systems removes all files, too
+                fs.rmdir(root)

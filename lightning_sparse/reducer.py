@@ -365,14 +365,17 @@ class Reducer:
             RuntimeError: an exchange of updates is pending.
             NonFiniteGradient, RankFailure: see `raise_deferred`.
         """
-        if self.in_flight:
-            raise RuntimeError(
-                "Reducer.state_dict while an exchange goes on, as it does after each step with overlap='next_step': "
-                "call exchange_pending(optimizer) before, on all ranks, and save the weights after it."
-            )
+        self._check_idle("state_dict")
         self.raise_deferred()
         own = self._states.state_dict()
         return {"rank": self.comm.rank, "size": self.comm.size, "step": self.step, "skipped": self.skipped, **own}
+
+    def _check_idle(self, caller: str) -> None:
+        if self.in_flight:
+            raise RuntimeError(
+                f"Reducer.{caller} while an exchange goes on, as it does after each step with overlap='next_step': "
+                f"call exchange_pending(optimizer) before, on all ranks, and save or load the weights after it."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank. Granularity and density may differ.
@@ -381,7 +384,9 @@ class Reducer:
 
         Raises:
             ValueError: the state belongs to another rank, number of ranks (see `resized`) or set of parameters.
+            RuntimeError: an exchange of updates is pending.
         """
+        self._check_idle("load_state_dict")
         check_header(state, self.comm.rank, self.comm.size)
         self._states.load(state)
         self._forget_exchanges()

@@ -41,8 +41,8 @@ from lightning_sparse.state import resized, sources
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = dict[str, Any]
-NAMED = 8
-"""Number of missing files that a message names."""
+ENTRY = "entry.json"
+"""Name of the file with a save's entry."""
 
 
 def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> None:
@@ -87,7 +87,7 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish
         together(lambda: sidecars.write(path, tag, state), OSError)
         together(lambda: finish(entry), OSError)
     except (OSError, CheckpointException):  # on all ranks
-        sidecars.remove_own(path, tag, dist.get_rank(), dist.get_world_size())
+        sidecars.remove(path, tag)
         raise
     sidecars.prune(path, [tag])
 
@@ -105,8 +105,9 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
 
     Raises:
         ValueError: files are missing, damaged, or of another save, model or kind of optimizer. All ranks raise it, and
-            nothing has changed.
+            nothing has changed, except parameter groups for another kind of optimizer. Or updates are pending.
     """
+    together(lambda: _check_idle(optimizers), ValueError)
     exchange = _begin(optimizers)
     path = sidecars.absolute(path)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
@@ -138,6 +139,7 @@ def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
 
     - "replica", "replicas": number of this rank's replica, and of all replicas;
     - "places": for each parameter, the offset of this rank's shard in it, and its shape;
+    - "shapes": the shapes of the whole parameters;
     - "weights": checksum of this rank's shards of the weights;
     - "optimizers": for each optimizer by number, its state by name of the parameter, and its parameter groups.
 
@@ -153,6 +155,7 @@ def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
         "replica": reducer.comm.rank,
         "replicas": reducer.comm.size,
         "places": _places(model),
+        "shapes": _shapes(model),
         "weights": _checksum_of_weights(model),
         "optimizers": {str(i): _own_state(model, each) for i, each in enumerate(exchange.optimizers)},
     }
@@ -173,12 +176,24 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
     if missing := [sidecars.name(tag, rank, old) for rank in range(old) if rank not in files]:
         raise ValueError(
             f"{len(missing)} of {old} files of this save are missing in {sidecars.folder(path)!r}: "
-            f"{listed([*map(repr, missing[:NAMED])])}. Copy the whole folder, of all nodes; or continue without "
-            f"load_replica, with empty residuals and new optimizer states."
+            f"{listed([*map(repr, missing[: sidecars.NAMED])])}. Copy the whole folder, of all nodes; or continue with "
+            f"empty residuals and new optimizer states: leave out load_replica, or take {sidecars.KEY!r} out of the "
+            f"checkpoint's meta.pt."
         )
     comm, places = exchange.comm, _places(model)
+
+    def load(rank: int) -> State:
+        state = sidecars.load(*files[rank], tag, rank, old)
+        shapes = _shapes(model)
+        if odd := [name for name, shape in state["shapes"].items() if shapes.get(name, shape) != shape]:
+            raise ValueError(
+                f"The checkpoint is of another model: {odd[0]!r} has the shape {state['shapes'][odd[0]]} there, "
+                f"{shapes[odd[0]]} here."
+            )
+        return state
+
     if old == dist.get_world_size() and replica_of[dist.get_rank()] == comm.rank:
-        own = sidecars.load(*files[dist.get_rank()], tag, dist.get_rank(), old)
+        own = load(dist.get_rank())
         if own["places"] == places and own["replicas"] == comm.size:
             _check_names(own, exchange, model)
             if own["weights"] != _checksum_of_weights(model):
@@ -195,8 +210,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
         for replica in sources(comm.rank, comm.size, max(replica_of) + 1):
             ranks = [rank for rank in range(old) if replica_of[rank] == replica]
             nearest = sorted(range(len(ranks)), key=lambda i: abs(i - position * len(ranks)))
-            parts = (sidecars.load(*files[ranks[i]], tag, ranks[i], old) for i in nearest)
-            state = joined(parts, places)
+            state = joined((load(ranks[i]) for i in nearest), places)
             _check_names(state, exchange, model)
             yield state
 
@@ -204,7 +218,11 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
 
 
 def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> None:
-    """Continue from a state that `read_replica` has returned."""
+    """Continue from a state that `read_replica` has returned.
+
+    Raises:
+        ValueError: it is of another kind of optimizer. The parameter groups may have changed.
+    """
     params = parameters_by_name(model)
     for i, optimizer in enumerate(exchange.optimizers):
         saved, names = state["optimizers"][str(i)], _names(model, optimizer)
@@ -217,7 +235,14 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
             {**group, "params": own["params"]}
             for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
         ]
-        optimizer.load_state_dict({"state": whole, "param_groups": groups})
+        needed = sidecars.options_of(optimizer)
+        try:
+            optimizer.load_state_dict({"state": whole, "param_groups": groups})
+            foreign = sidecars.missing_options_message(optimizer, needed, saved)
+        except KeyError as error:  # of torch's optimizers, for the state of another kind
+            foreign = f"{type(optimizer).__name__} needs {error}, which the saved state lacks"
+        if foreign:
+            raise ValueError(f"The checkpoint is of another kind of optimizer: {foreign}.")
     exchange.reducer.load_state_dict(state)
 
 
@@ -227,6 +252,15 @@ def _begin(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
     exchange.exchange_pending()
     together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
     return exchange
+
+
+def _check_idle(optimizers: Optimizer | Sequence[Optimizer]) -> None:
+    """Raise ValueError if updates are pending: their exchange would write over weights that were loaded."""
+    if _exchange_of(optimizers).is_pending:
+        raise ValueError(
+            "load_replica while updates wait for their exchange, which would change the weights that you have loaded. "
+            "Call exchange_pending(optimizer) on all ranks before you load the weights."
+        )
 
 
 def _exchange_of(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
@@ -248,6 +282,11 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def _places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
     """Return the offset of this rank's shard in each parameter, and its shape."""
     return {name: ([*shard_offset(x)], [*local(x).shape]) for name, x in parameters_by_name(model).items()}
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of the whole parameters by name."""
+    return {name: [*param.shape] for name, param in parameters_by_name(model).items()}
 
 
 def _checksum_of_weights(model: nn.Module) -> int:
@@ -356,20 +395,13 @@ def _common(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> t
     return first, [max(0, end - begin) for begin, end in zip(first, ends, strict=True)]
 
 
-def _entry_path(path: str) -> tuple[Any, str]:
-    fs, root = fsspec.core.url_to_fs(sidecars.folder(path))
-    return fs, f"{root}/entry.json"
-
-
 def _write_entry(path: str, entry: Mapping[str, Any]) -> None:
-    fs, place = _entry_path(path)
-    with fs.open(f"{place}.part", "w") as file:
-        json.dump(entry, file)
-    fs.mv(f"{place}.part", place)
+    sidecars.write_file(path, ENTRY, lambda file: file.write(json.dumps(entry).encode()))
 
 
 def _read_entry(path: str) -> State:
-    fs, place = _entry_path(path)
+    fs, root = fsspec.core.url_to_fs(sidecars.folder(path))
+    place = f"{root}/{ENTRY}"
     try:
         with fs.open(place, "r") as file:
             entry = json.load(file)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sparse import Method, NonFiniteGradient, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean, Mean
+from lightning_sparse.aggregators import AllReduceMean, Mean, TwoPass
 from lightning_sparse.compressors import Identity, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.majority_vote import MajorityVote
@@ -177,3 +177,9 @@ def test_what_an_attacker_has_sent_whole_leaves_no_residual():
     )
     assert all(torch.allclose(a, b) for a, b in zip(found[0], expected[0], strict=True))
     assert not any(per_name["w"].any() for elements in found[1] for per_name in elements.values())
+
+
+def test_the_room_for_entries_is_that_of_the_aggregator():
+    inner, chosen = TwoPass(second=3), TopK(0.05)
+    room = Attacked(inner, "negate", 0).capacity(chosen, 2000, None, 2)
+    assert room == inner.capacity(chosen, 2000, None, 2) > 2 * chosen.capacity(2000, None)

@@ -13,7 +13,7 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
-from lightning_sparse import METHODS, Reducer, simulate
+from lightning_sparse import METHODS, Reducer, method, simulate
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.state import resized, sources
 from tests.integration.trainers import same
@@ -114,7 +114,7 @@ def test_names_are_literal_and_no_patterns(checkpoint):
     pattern = f"{place}/[ab]*?.ckpt"
     for path in (*neighbours, pattern):
         written(path)
-    sidecars.remove_own(pattern, TAG, 0, 2)
+    sidecars.remove(pattern, TAG)
     assert sidecars.read(pattern, info(), 0, 2)[1] == [0]
     written(pattern)
     sidecars.prune(pattern, {"ffff"})
@@ -378,8 +378,7 @@ def test_a_full_disk_leaves_the_earlier_sidecar_files_and_no_others(at, tmp_path
     monkeypatch.undo()
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
     sidecars.write(tmp_path / "a.ckpt", "a2", state(0))
-    sidecars.remove_own(tmp_path / "a.ckpt", "a2", 0, 2)
-    sidecars.remove_own(tmp_path / "a.ckpt", "a2", 1, 2)  # it wrote none
+    sidecars.remove(tmp_path / "a.ckpt", "a2")
     assert sorted(map(str, (tmp_path / "a.ckpt.residuals").iterdir())) == before
 
 
@@ -406,3 +405,47 @@ def test_the_checksum_sees_names_types_shapes_and_order():
     assert len({sidecars.checksum(content) for content in contents}) == len(contents)
     strided = torch.arange(8.0).view(4, 2).t()
     assert sidecars.checksum({"a": strided}) == sidecars.checksum({"a": strided.contiguous()})
+
+
+def test_a_folder_with_files_stays_in_a_file_system_whose_rmdir_removes_them(checkpoint, monkeypatch):
+    """As Arrow's does, over HDFS."""
+    fs, _ = fsspec.core.url_to_fs(checkpoint)
+    rmdir = type(fs).rmdir
+
+    def with_files(fs, path):
+        for each in fs.ls(path, detail=False):
+            fs.rm_file(each)
+        rmdir(fs, path)
+
+    monkeypatch.setattr(type(fs), "rmdir", with_files)
+    written(checkpoint, tag="a1")
+    written(checkpoint, tag="a2")
+    sidecars.prune(checkpoint, {"a2"})
+    assert sidecars.read(checkpoint, {**info(), "tag": "a2"}, 0, 2)[1] == []
+    sidecars.prune(checkpoint)
+    assert not fs.exists(sidecars.folder(checkpoint))
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (4, 2), (2, 3)])
+def test_momentum_is_the_mean_of_old_ranks_or_that_of_one(old, new):
+    def run(comm):
+        reducer = Reducer(method("signum", beta=0.5), comm)
+        reducer.reduce_({"a": torch.full((4,), float(1 + comm.rank))})
+        return reducer.state_dict()
+
+    states = simulate(old, run)
+    for rank in range(new):
+        found = resized([states[source] for source in sources(rank, new, old)], rank, new)
+        same = [source for source in range(old) if source % new == rank % old % new] if old > new else [rank % old]
+        expected = sum(0.5 * (1 + source) for source in same) / len(same)
+        assert found["elements"]["momentum"]["a"].tolist() == [expected] * 4
+
+
+def test_quantized_moments_are_those_of_one_rank():
+    """Codes and scales of different ranks do not fit together."""
+    codes = [torch.full((4,), rank, dtype=torch.uint8) for rank in range(4)]
+    own = [{"state": {0: {"codes": x, "scales": x[:1].float()}}, "param_groups": []} for x in codes]
+    states = [{**state(), "rank": rank, "size": 4, "optimizers": {"0": each}} for rank, each in enumerate(own)]
+    for rank in range(2):
+        found = resized([states[source] for source in sources(rank, 2, 4)], rank, 2)["optimizers"]["0"]["state"][0]
+        assert (found["codes"].tolist(), found["scales"].tolist()) == ([rank] * 4, [rank])

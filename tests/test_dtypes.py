@@ -1,12 +1,16 @@
 """No tensor depends on the default dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightning_sparse import METHODS, Method, Reducer, simulate
+from lightning_sparse import METHODS, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
+from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import in_diagonals, one_in
 from tests.support.training import make
 from tests.support.update_training import exchanged_twice
@@ -62,3 +66,37 @@ def test_exchanged_updates_do_not_depend_on_the_default_dtype(optimizer):
         assert all(map(torch.equal, found, expected))
     else:  # torch keeps its product of betas in the default dtype
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd"])
+@pytest.mark.parametrize(
+    "rule", [UpdateRule(outer_lr=0.5), UpdateRule(local_steps=2, outer_lr=0.5, outer_momentum=0.5)]
+)
+def test_the_rounding_of_16_bit_weights_waits_in_units_of_updates(name, rule):
+    """The weights move by the outer step of all updates outside the residual; outer momentum moves them later."""
+
+    def rank(comm):
+        net = torch.nn.ParameterList([torch.ones(8, dtype=torch.bfloat16)])
+        optim = torch.optim.SGD(net.parameters(), 1.0)
+        made = method(name, **({"density": 0.5} if name == "topk" else {}))
+        reducer = Reducer(
+            replace(made, update_rule=replace(rule, momentum="keep", rescale=False)), comm, exchanged="update"
+        )
+        updates = DeltaExchange(reducer, net, [optim])
+        reducer.routing._pays = lambda *_: True
+        changes, found = torch.zeros(8), []
+        for step in range(10):
+            before = net[0].detach().float().clone()
+            updates.begin(optim)
+            net[0].grad = torch.full((8,), 2.0**-8 if step < 5 else 0.0).bfloat16()
+            optim.step()
+            changes += before - net[0].detach().float()
+            updates.exchange(optim)
+            state = reducer.states[0]
+            later = rule.outer_gain * rule.outer_momentum**2 * state.get("outer_momentum", torch.zeros(8))
+            moved = 1 - net[0].detach().float() + later
+            found.append((moved, rule.outer_gain * (changes - state["residual"])))
+        return found
+
+    for moved, expected in (each for found in simulate(2, rank) for each in found):
+        torch.testing.assert_close(moved, expected, rtol=0, atol=2.0**-18)

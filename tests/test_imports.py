@@ -70,7 +70,7 @@ ALLOWED = {
         "update_rule",
         "updates",
     },
-    "checkpoint": {"state"},
+    "checkpoint": {"options", "state"},
     "replica_checkpoint": {"_compat", "checkpoint", "hooks", "options", "shards", "state"},
     "strategies": {
         "_compat",

@@ -205,3 +205,9 @@ def test_a_nan_that_no_bit_shows_is_an_error_on_all_ranks(name):
         return True
 
     assert all(simulate(3, rank))
+
+
+def test_signs_have_no_residual():
+    """It would change by 1 in each step, whatever the size of the gradient."""
+    with pytest.raises(ValueError, match="which may be larger than what is sent"):
+        Method(Sign(), aggregator=MajorityVote())

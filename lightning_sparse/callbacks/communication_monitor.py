@@ -39,8 +39,8 @@ class CommunicationMonitor(StepCallback):
       training began, including the runs before a resume;
     - `communication/times_fewer_than_fp32` and `_bf16`: the bytes of a ring all-reduce of dense gradients, divided by
       the bytes sent. With P ranks the all-reduce sends 2(P − 1)/P times the gradients' size;
-    - `communication/density`: entries sent divided by all entries, for methods that choose entries; 1 if DDP averages
-      the gradients, as `auto_ddp` may choose, and then only these first three items;
+    - `communication/density`: entries sent divided by all entries, for methods that choose entries. It is 1 while
+      `auto_ddp` lets DDP average gradients, and the following values are then missing;
     - `residual/norm`, `residual/gradient_norm` and their ratio. A warning is given once if the residual grows beyond
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the

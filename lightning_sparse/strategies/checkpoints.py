@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from lightning_sparse.strategies.base import SparseStrategy
 
 log = logging.getLogger(__name__)
-
-NAMED = 8
-"""Number of missing sidecar files, or of an optimizer's options, that a message names."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,13 @@ class Part:
         """The states of the optimizers, on the host, if they differ among ranks."""
         if self.reducer.exchanged == "gradient":
             return {}
-        return {"optimizers": {name: _plain(each.state_dict()) for name, each in self.optimizers.items()}}
+        warns = self.reducer.comm.rank == 0
+        states = {name: _plain(each.state_dict(), name if warns else "") for name, each in self.optimizers.items()}
+        return {"optimizers": states}
 
 
+READABLE = (Tensor, Mapping, list, tuple, Real, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that torch.load reads with weights_only=True."""
 Infos = list[dict[str, Any]]
 """The entry about sidecar files of each part, see `checkpoint.KEY`."""
 
@@ -136,15 +139,16 @@ class Checkpoints:
                 f"on_train_batch_end."
             )
         error: Exception | None = None
-        owns = [part.own_optimizer_states for part in parts]
+        owns: list[dict[str, Any]] = []
         try:
-            for part, tag, own in zip(parts, tags, owns, strict=True):
-                sidecars.write(path, tag, {**part.reducer.state_dict(), **own})
+            for part, tag in zip(parts, tags, strict=True):
+                owns.append(part.own_optimizer_states)
+                sidecars.write(path, tag, {**part.reducer.state_dict(), **owns[-1]})
         except Exception as caught:  # raised on all ranks below, so that none waits for another
             error = caught
         if errors := self._gather_errors(self._error_message(error)):
             for tag in tags:
-                sidecars.remove_own(path, tag, self._rank, self._size)
+                sidecars.remove(path, tag)
             raise OSError(
                 f"The residuals of {path!r} could not be written ({errors[0]}). No checkpoint was written; an earlier "
                 f"one of this name is as it was."
@@ -198,9 +202,10 @@ class Checkpoints:
         if not any(messages):
             return
         for tag in tags if failures[0] else ():
-            sidecars.remove_own(path, tag, self._rank, self._size)
+            sidecars.remove(path, tag)
         raise OSError(
-            f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it was."
+            f"{path!r} could not be written ({next(filter(None, messages))}). An earlier one of this name is as it "
+            f"was, if the temporary folder is on the same disk."
         ) from error
 
     def _prune(self, pruned: Mapping[str, set[str]]) -> None:
@@ -266,6 +271,10 @@ class Checkpoints:
         """
         reducer = part.reducer
         reducer.reset()
+        if len({*self._gather((info or {}).get("tag"))}) > 1:
+            raise ValueError(
+                f"Ranks have different checkpoints {str(filepath)!r}. Copy one of them, and its folder, to all nodes."
+            )
         if info is None:
             if self._rank == 0:
                 self.strategy.inform(f"{str(filepath)!r} holds no residuals: they start at 0.")
@@ -294,14 +303,14 @@ class Checkpoints:
             self.strategy.inform(
                 f"The optimizers' states of {str(filepath)!r} are not as they were saved, by a hook for "
                 f"example. All ranks take the changed values from the checkpoint, and the others from their sidecar "
-                f"files: {listed(changed, NAMED)}."
+                f"files: {listed(changed, sidecars.NAMED)}."
             )
         # A foreign checkpoint may claim a million files. So each rank sends only a few, and the warning names a few.
-        lost = sorted({rank for ranks in self._gather(missing[: NAMED + 1]) for rank in ranks})
+        lost = sorted({rank for ranks in self._gather(missing[: sidecars.NAMED + 1]) for rank in ranks})
         if lost and self._rank == 0:
             names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost]
             log.warning(
-                f"{listed(names, NAMED)} not found in {folder!r}: the residuals in "
+                f"{listed(names, sidecars.NAMED)} not found in {folder!r}: the residuals in "
                 f"them are lost, and these workers start with empty ones. Move the folder along with the checkpoint."
             )
 
@@ -323,13 +332,13 @@ class Checkpoints:
             remedy: the way to change the optimizer, for the error message.
         """
         error: Exception | None = None
-        needed = {name: _options(each) for name, each in optimizers.items()}
+        needed = {name: sidecars.options_of(each) for name, each in optimizers.items()}
         try:
             load()
         except Exception as caught:  # a KeyError, for example, for the state of another kind of optimizer
             error = caught
         names = [name for name in optimizers if name in states]
-        found = (_missing_options_message(optimizers[name], needed[name], states[name]) for name in names)
+        found = (sidecars.missing_options_message(optimizers[name], needed[name], states[name]) for name in names)
         foreign = next(filter(None, found), None)
         if errors := self._gather_errors(foreign or self._error_message(error)):
             raise ValueError(
@@ -354,40 +363,33 @@ def _load_own_optimizers(
         own = sidecars.merge(_plain(present), own, saved, changed)
     for name, optimizer in part.optimizers.items():
         if name in own:
-            needed = _options(optimizer)
+            needed = sidecars.options_of(optimizer)
             optimizer.load_state_dict(own[name])
-            if foreign := _missing_options_message(optimizer, needed, own[name]):
+            if foreign := sidecars.missing_options_message(optimizer, needed, own[name]):
                 raise ValueError(foreign)
 
 
-def _options(optimizer: Optimizer) -> list[str]:
-    """Return the optimizer's options that all its parameter groups have; schedulers add other keys."""
-    return [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+_warn_once = functools.cache(log.warning)
 
 
-def _missing_options_message(optimizer: Optimizer, needed: Sequence[str], loaded: Mapping[str, Any]) -> str | None:
-    """Return an error message if an optimizer lacks options after it has loaded a state with its parameter groups.
+def _plain(value: Any, name: str = "") -> Any:
+    """Return a value as a sidecar file may hold it: tensors on the host, and Python numbers for NumPy numbers.
 
-    AdamW can load Adam's parameter groups. When torch loads a state of an older version, it adds the new options.
+    Items of dictionaries that are other objects are left out, with a warning that begins with `name`, if it is given.
     """
-    lacks = [key for key in needed if any(key not in group for group in optimizer.param_groups)]
-    if not lacks:
-        return None
-    has = dict.fromkeys(key for group in loaded.get("param_groups", ()) for key in group if key != "params")
-    return (
-        f"{type(optimizer).__name__} needs {listed(lacks, NAMED)}, but another kind of optimizer wrote these: their "
-        f"parameter groups have {listed(list(has), NAMED)}"
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as a sidecar file may hold it: tensors on the host, and Python numbers for NumPy numbers."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        odd = {key: x for key, x in value.items() if not isinstance(x, READABLE) or hasattr(x, "_fields")}
+        if odd and name:
+            kinds = listed(sorted({f"{key!r} ({type(item).__name__})" for key, item in odd.items()}), sidecars.NAMED)
+            _warn_once(
+                f"The state of optimizer {name} has {kinds}, which a safe load cannot read. Each rank's own one is not "
+                f"saved: after a resume all ranks take rank 0's."
+            )
+        return {key: _plain(item, name) for key, item in value.items() if key not in odd}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(_plain(item, name) for item in value)
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

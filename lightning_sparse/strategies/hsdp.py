@@ -102,6 +102,9 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
                 self._inform_of_no_residuals(filepath, remedy)
             self._keep_first_replicas_optimizers(checkpoint)
             write()
+            if self._is_distributed and not self.may_be_alone:
+                self.barrier()  # rank 0 writes last
+                sidecars.prune(self.broadcast(sidecars.absolute(filepath)))  # of a checkpoint that this one replaces
             return
         if self.may_be_alone or (self.exchanger is not None and not exchange.drain()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")

@@ -100,7 +100,10 @@ class Saves:
 
     def _prune(self, path: str, keep: set[str]) -> None:
         self._pruned[path] = keep
-        sidecars.prune(path, keep)
+        try:
+            sidecars.prune(path, keep)
+        except Exception as error:  # a leftover file is no reason to end training
+            warn_of_files_left(path, error)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
         """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal was deferred."""

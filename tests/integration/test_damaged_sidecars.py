@@ -152,6 +152,23 @@ def test_damaged_sidecar_files(damage, saved, tmp_path):
     assert [same(a[1], b) for a, b in zip(results, straight, strict=True)] == [not warning] * 2
 
 
+@pytest.mark.parametrize("foreign", [None, "0123"])
+def test_ranks_with_different_checkpoints_of_one_name(foreign, saved, tmp_path):
+    """As on nodes with separate disks, of which one has an older file, such as one of stock ddp."""
+
+    def run(rank):
+        shutil.copytree(saved[0], own := tmp_path / str(rank))
+        if rank:
+            edit(own, dict.clear if foreign is None else lambda entry: entry.update(tag=foreign))
+        started = time.monotonic()
+        raised = error_of(fit, "topk", rank, ckpt_path=own / STEP_4)
+        assert time.monotonic() - started < 20
+        return raised
+
+    for rank, text in enumerate(lightning_ranks(2, run)):
+        assert text.startswith(f"Ranks have different checkpoints '{tmp_path / str(rank) / STEP_4}'.")
+
+
 class Other(Net):
     """Keeps its own weights, so that only the residuals are those of another model."""
 

@@ -17,6 +17,8 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import checkpoint as sidecars
+from lightning_sparse.strategies import checkpoints
 from tests.integration.checkpoints import (
     MOMENTUM,
     STEP_4,
@@ -211,6 +213,38 @@ def test_trouble_while_saving(trouble, part, victim, saved, tmp_path):
         assert misplaced(tmp_path) == []
     resumed = lightning_ranks(2, lambda rank: result(*fit("topk", rank, ckpt_path=tmp_path / "last.ckpt")))
     assert same(resumed, saved[1])
+
+
+class Projecting(torch.optim.AdamW):
+    """Keeps an object in its state, as GaLore does."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["projector"] = slice(1)
+        return loss
+
+
+def test_a_state_that_cannot_be_copied_or_read(tmp_path):
+    def full_memory(*_):
+        raise MemoryError("no room for a copy")
+
+    def run(rank):
+        saves = [saving(tmp_path)]
+        if rank == 1:
+            saves.insert(0, At(6, lambda _: setattr(checkpoints, "_plain", full_memory)))
+        net = Net(Projecting, lr=0.01)
+        options = {"net": net, "ours": {"exchange": "update"}}
+        fails, records = with_warnings(error_of, fit, "topk", rank, callbacks=saves, **options)
+        entry = torch.load(tmp_path / STEP_4, weights_only=False)[sidecars.KEY]
+        return fails, records, sidecars.read(tmp_path / STEP_4, entry, rank, 2)[0]
+
+    for rank, (fails, records, state) in enumerate(lightning_ranks(2, run)):
+        assert len(records) == (not rank)
+        assert "could not be written (rank 1: MemoryError: no room for a copy)" in fails
+        assert rank or "The state of optimizer 0 has 'projector' (slice), which a safe load" in records[0]
+        moments = state["optimizers"]["0"]["state"]
+        assert all({*kept} == {"step", "exp_avg", "exp_avg_sq"} for kept in moments.values())
 
 
 @full
