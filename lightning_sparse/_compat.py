@@ -143,7 +143,7 @@ def have_hooks_called(optimizer: Optimizer) -> None:
     if not getattr(step, "hooked", False):
         own: Any = Optimizer.profile_hook_step(lambda _, *args, **kwargs: step(*args, **kwargs))
         # A schedule marks the `step` that it holds, and warns if the mark is missing.
-        own.__dict__.update(getattr(step, "__dict__", {}), hooked=True)
+        own.__dict__.update(getattr(step, "__dict__", {}), hooked=True, __wrapped__=step)
         optimizer.step = MethodType(own, optimizer)  # type: ignore[method-assign]
 
 
@@ -255,6 +255,14 @@ def shard_offset(x: Tensor) -> tuple[int, ...]:
 def delayed_parameters(ddp: DistributedDataParallel) -> Any:
     """Return the parameters that DDP reduces without its hook, if any. Private in torch 2.8 to 2.15; may be removed."""
     return getattr(ddp, "_delay_all_reduce_params", None)
+
+
+def delay_static_graph_again(strategy: Any) -> None:
+    """Let Lightning's DDPStrategy, which wraps a model anew, have a static graph's first gradients reduced once more.
+
+    Private in Lightning 2.5 and 2.6.
+    """
+    strategy._pl_static_graph_delay_done = False
 
 
 def ddp_options(strategy: Any) -> dict[str, Any]:

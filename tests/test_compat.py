@@ -457,6 +457,14 @@ def test_a_strategys_options_for_ddp_can_be_changed():
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 4}
 
 
+def test_a_strategy_delays_a_static_graph_again():
+    strategy = DDPStrategy()
+    assert strategy._pl_static_graph_delay_done is False
+    strategy._pl_static_graph_delay_done = True
+    _compat.delay_static_graph_again(strategy)
+    assert strategy._pl_static_graph_delay_done is False
+
+
 def test_the_error_of_asynchronous_saves_is_known_when_they_have_ended(tmp_path):
     class Failing(TorchCheckpointIO):
         def save_checkpoint(self, *args, **kwargs):

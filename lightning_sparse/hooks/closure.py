@@ -51,6 +51,28 @@ def begin_step(
     return replaced
 
 
+def with_gradients(args: Any, kwargs: Any, check: Callable[[], None]) -> Any:
+    """Call `check` when the gradients of a step are complete: now, or after each evaluation of its closure.
+
+    Args:
+        args, kwargs: see `begin_step`.
+        check: may change the gradients.
+
+    Returns:
+        As of `begin_step`.
+    """
+
+    def evaluate(closure: Callable[[], Any]) -> Any:
+        result = closure()
+        check()
+        return result
+
+    replaced = replace_closure(args, kwargs, evaluate)
+    if replaced is None:
+        check()
+    return replaced
+
+
 def replace_closure(args: Any, kwargs: Any, evaluate: Callable[[Callable[[], Any]], Any]) -> Any:
     """Return a step's arguments with `evaluate` called in place of its closure; None if it has no closure.
 

@@ -50,10 +50,10 @@ from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
-from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, parameters_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
+from lightning_sparse.updates.parameters import exchanged_parameters, is_excluded, not_ignored, others_settings
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +188,9 @@ class UpdateExchanger(Exchanger):
                     "of FSDP2, and two communicators at once may deadlock. Leave overlap out."
                 )
             warn_of_evaluation(optimizers)
+            if method.is_sparse:
+                warn_of_signs(optimizers)
+            warn_of_frozen(optimizers)
             if is_default_rule:  # methods with a rule have the densities of their papers
                 warn_of_density(method, optimizers)
             return locals_of(exchanged_parameters(model, optimizers)[0])
@@ -612,6 +615,40 @@ def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
+def takes_signs(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps by signs, judged by its name. RMSprop and AdamW do not."""
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return any(each in name for name in names for each in SIGNS)
+
+
+def signs_message(optimizer: Optimizer) -> str:
+    """Return a warning of an optimizer that steps by signs and a sparse method."""
+    return (
+        f"{type(optimizer).__name__} takes signs, so no entry of its steps is larger than others, and a sparse method "
+        f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, such "
+        f"as 'int4'."
+    )
+
+
+def warn_of_signs(optimizers: Sequence[Optimizer]) -> None:
+    """Warn on rank 0 of optimizers that step by signs."""
+    signs = next(filter(takes_signs, optimizers), None)
+    if signs is not None and dist.get_rank() == 0:
+        log.warning(signs_message(signs))
+
+
+def warn_of_frozen(optimizers: Sequence[Optimizer]) -> None:
+    """Warn on rank 0 if optimizers have more frozen elements than trained ones."""
+    params = [param for param in parameters_of(optimizers) if not is_excluded(param)]
+    frozen = sum(param.numel() for param in params if not param.requires_grad)
+    if 2 * frozen > sum(param.numel() for param in params) and dist.get_rank() == 0:
+        log.warning(
+            f"The optimizers have {frozen:,} frozen elements, more than trained ones. Ranks keep residuals of them, "
+            f"and count them for the density. Give optimizers only the parameters that require gradients, and add "
+            f"others by add_param_group when you unfreeze them."
+        )
+
+
 def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:
     """Warn on rank 0 of a density that is too small for the updates of optimizers such as AdamW."""
     other = next((each for each in optimizers if not scales_gradient(each)), None)
@@ -633,6 +670,8 @@ def evaluates_other_weights(optimizer: Optimizer) -> bool:
     return callable(getattr(optimizer, "eval", None))
 
 
+SIGNS = ("lion", "sign", "tiger", "rprop")
+"""Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 LAZY = "steps only rows that have a gradient, and by their own moments"
 """The reason of SparseAdam."""
 RECOMPUTES = "computes weights from the first ones and the sum of all gradients"

@@ -235,10 +235,11 @@ class AutoStrategy:
             base, trainer, ranks: see `_candidates`.
             most: largest number of ranks with which TopK trains as well as dense training.
         """
-        found = {TOPK: base} if ranks <= most else {}
+        copies = any(getattr(each, "master_weights", None) for each in self.optimizers)  # as of Apex's FusedAdam
+        found = {TOPK: base} if ranks <= most and not copies else {}
         # Weights differ among ranks while an exchange is pending, and a callback may average them then.
         averages = any(hasattr(each, "should_update") for each in trainer.callbacks)
-        if self._arguments["overlap"] and ranks <= min(DELAYED, most) and not averages:
+        if found and self._arguments["overlap"] and ranks <= DELAYED and not averages:
             found[NEXT_STEP] = replace(base, overlap="next_step")
         return found
 
@@ -575,9 +576,14 @@ class _Choice:
         trains &= all(param.dtype in REDUCIBLE for param in params if param.requires_grad)
         if self._ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, self._ranks)
-        names = [*self.options]
         with report_errors_to_peers():
-            works = self._workloads(strategy) if len(names) > 1 else None
+            try:
+                works = self._workloads(strategy) if len(self.options) > 1 else None
+            except ValueError as error:  # two parameters share memory, for example
+                log.info(f"{self._name}: no candidate exchanges updates. {error}")
+                self.options = {name: each for name, each in self.options.items() if name not in (TOPK, NEXT_STEP)}
+                works = self._workloads(strategy) if len(self.options) > 1 else None
+        names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
         self.choose_first()
@@ -719,13 +725,16 @@ class _Choice:
 
     def _bytes(self, strategy: AutoStrategy) -> dict[str, float]:
         """Return the bytes that each candidate needs on this rank, in addition to dense averages."""
-        params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
-        fp32, weights = 4 * sum(param.numel() for param in params), sum(param.nbytes for param in params)
         found = dict.fromkeys(self.options, 0.0)
+        params = [*strategy.lightning_module.parameters()]
         for name, options in self.options.items():
             if options is not None:
+                updates = options.choose(strategy.optimizers)[0] == "update"  # those of frozen parameters, too
+                exchanged = parameters_of(strategy.optimizers) if updates else (x for x in params if x.requires_grad)
+                mine = [local(param) for param in exchanged]
+                fp32, weights = 4 * sum(param.numel() for param in mine), sum(param.nbytes for param in mine)
                 found[name] += fp32 * options.method.memory.error_feedback
-                if options.choose(strategy.optimizers)[0] == "update":
+                if updates:
                     found[name] += weights + 2 * fp32 * (options.overlap == "next_step")  # ranks agree on the weights
         return found
 

@@ -18,6 +18,8 @@ from lightning_sparse.hooks.update_exchange import (
     recomputes_weights,
     scales_gradient,
     shares_steps,
+    signs_message,
+    takes_signs,
 )
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
@@ -25,9 +27,6 @@ from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, parameters_of
 
 log = logging.getLogger(__name__)
-
-SIGNS = ("lion", "sign", "tiger", "rprop")
-"""Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
 
 
 SHARED = "shares its steps among ranks"
@@ -40,12 +39,6 @@ REMEDIES = {
     RECOMPUTES: "use another one, such as AdamW",
     LAZY: "use AdamW, with sparse=False of the embedding",
 }
-
-
-def takes_signs(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps by signs, judged by its name. RMSprop and AdamW do not."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(each in name for name in names for each in SIGNS)
 
 
 def reason_against_updates(optimizer: Optimizer) -> str | None:
@@ -152,11 +145,7 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
             f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}."
         )
     elif signs is not None:
-        log.warning(
-            f"{type(signs).__name__} takes signs, so no entry of its steps is larger than others, and a sparse method "
-            f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, "
-            f"such as 'int4'."
-        )
+        log.warning(signs_message(signs))
     elif evaluating is not None:
         log.warning(
             f"{type(evaluating).__name__} evaluates other weights than it trains, so ranks exchange gradients. If it "

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import ddp_options
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
+from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.methods import Method
 from lightning_sparse.shards import parameters_of
@@ -78,7 +79,21 @@ class GradientTraining(Training):
         wrap("scale", self._scaled_loss)
         self._warn_of_optimizers()
 
-    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._warn_of_unknown(optimizer)
+        if self._strategy._options.reducer.on_nonfinite == "raise" or self._strategy.scaler or self._own_scaler:
+            return None
+        return with_gradients(args, kwargs, functools.partial(self._drop_nonfinite, optimizer))
+
+    def _drop_nonfinite(self, optimizer: Optimizer) -> None:
+        """Remove the gradients of a step that all ranks skip, so that the optimizer does nothing: all are NaN."""
+        exchanged = {*map(id, self.exchanger.params.values())}
+        params = [param for param in parameters_of([optimizer]) if id(param) in exchanged and param.grad is not None]
+        firsts = [param.grad[(0,) * param.dim()].float() for param in params if param.numel()]  # type: ignore[index]
+        if firsts and torch.stack(firsts).isnan().any():
+            optimizer.zero_grad()
+
+    def _warn_of_unknown(self, optimizer: Optimizer) -> None:
         """Warn, at its first step, of an optimizer that Lightning does not know. Manual optimization allows such."""
         if optimizer in self.optimizers or optimizer in self._seen or self._strategy.global_rank:
             return
@@ -165,11 +180,7 @@ class GradientTraining(Training):
                 raise self.failed(closure_called_twice_message(optimizer, self._method))
             return closure()
 
-        skips = self._strategy._options.reducer.on_nonfinite == "skip"
-        if skips and not self._strategy.scaler and not self._own_scaler:
-            result = step(functools.partial(_without_nonfinite, optimizer, once))
-        else:
-            result = step(once)
+        result = step(once)
         if not self._has_stepped:  # by now, Fabric has set up all optimizers, and there are gradients
             self._has_stepped = True
             if self._strategy.global_rank == 0 and self._sends_few:
@@ -185,13 +196,3 @@ def initial_states(ddp: DistributedDataParallel, options: dict[str, Any]) -> dic
     if options.get("broadcast_buffers") is not False or options.get("forward_sync_buffers") is not None:
         states.update(ddp.module.named_buffers())
     return {name: x for name, x in states.items() if name not in ddp.parameters_to_ignore}
-
-
-def _without_nonfinite(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """Call the closure. If all gradients are NaN, remove them, so that the optimizer's step does nothing."""
-    result = closure()
-    grads = [param.grad for param in parameters_of([optimizer])]
-    firsts = [grad[(0,) * grad.dim()] for grad in grads if grad is not None and grad.numel()]
-    if firsts and torch.stack([first.float() for first in firsts]).isnan().any():
-        optimizer.zero_grad()
-    return result

@@ -17,6 +17,8 @@ HOOKS = ("on_after_backward", "on_before_optimizer_step")
 """Lightning's hooks of modules and callbacks between backward and an optimizer's step."""
 OF_MODULES = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", "backward")
 """Further methods of a LightningModule that have access to gradients before the step."""
+OF_STRATEGIES = ("backward", "post_backward", "optimizer_step")
+"""Methods of a strategy that have access to gradients before the step."""
 
 
 def overlap_blocker(
@@ -55,7 +57,22 @@ def overlap_blocker(
     for part in (strategy.precision_plugin, *strategy.optimizers):
         known = type(part).__module__.startswith(("torch.optim.", "pytorch_lightning.", "lightning."))
         blockers.append((not known, f"{type(part).__name__} may look at all gradients"))
+    own = [(f"{type(strategy).__name__}.{name}", getattr(type(strategy), name)) for name in OF_STRATEGIES]
+    # Schedules replace an optimizer's `step`, too.
+    own += [(f"{type(each).__name__}.step", vars(each)["step"]) for each in strategy.optimizers if "step" in vars(each)]
+    blockers += [(_is_foreign(function), f"{name} is a function of yours") for name, function in own]
     return next((text for applies, text in blockers if applies), "")
+
+
+def _is_foreign(function: Any) -> bool:
+    """Return whether a function, or one that it wraps, is from another package than torch, Lightning and this one."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if not module.startswith(("torch.", "pytorch_lightning.", "lightning.", "lightning_sparse.")):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def overrides(owner: Any, base: Any, name: str) -> bool:

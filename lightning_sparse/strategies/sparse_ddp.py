@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
+from lightning_sparse._compat import delay_static_graph_again
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
@@ -64,6 +65,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     def _wrap(self) -> DistributedDataParallel:
         """Wrap the model."""
+        delay_static_graph_again(self)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         return self.model

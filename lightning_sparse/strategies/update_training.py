@@ -6,12 +6,15 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import initializes_state, step_depth
 from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.shards import is_sharded, parameters_of
 from lightning_sparse.strategies.training import Training
 
@@ -33,6 +36,10 @@ class UpdateTraining(Training):
 
     def __init__(self, strategy: SparseStrategy, exchanger: UpdateExchanger) -> None:
         self._strategy, self.exchanger, self.optimizers = strategy, exchanger, exchanger.optimizers
+        options = strategy._options.reducer
+        checks = options.clip_norm is not None or (options.on_nonfinite == "skip" and not strategy.scaler)
+        # Hooks, because manual optimization may step raw optimizers.
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in self.optimizers if checks]
 
     def begin(self) -> None:
         self.exchanger.begin()
@@ -45,29 +52,31 @@ class UpdateTraining(Training):
                 f"Return all optimizers from configure_optimizers, and keep trainer.optimizers as it is."
             )
         with self.exchanger.one_step(optimizer):
-            return step(self._checked(optimizer, closure))
+            return step(closure)
 
-    def _checked(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that also clips this rank's gradient, or removes it if it is not finite."""
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if step_depth(optimizer) > 1 or initializes_state():
+            return None
+        return with_gradients(args, kwargs, partial(self._check_gradients, optimizer))
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        """Clip this rank's gradient, or remove it if it is not finite."""
         options = self._strategy._options.reducer
-        clip_norm, skips = options.clip_norm, options.on_nonfinite == "skip"
-        if clip_norm is None and (not skips or self._strategy.scaler):
-            return closure
+        grads = [_values(param) for param in parameters_of([optimizer]) if param.grad is not None]
+        norm = _total_norm(grads)
+        if options.on_nonfinite == "skip" and not math.isfinite(norm) and not all(map(_is_finite, grads)):
+            # This rank sends a part of its residual, and the other ranks take the step.
+            rank = self._strategy.global_rank
+            log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
+            optimizer.zero_grad()
+        elif options.clip_norm is not None and options.clip_norm < norm < math.inf:
+            torch._foreach_mul_(grads, options.clip_norm / norm)
 
-        def checked() -> Any:
-            result = closure()
-            grads = [_values(param) for param in parameters_of([optimizer]) if param.grad is not None]
-            norm = _total_norm(grads)
-            if skips and not math.isfinite(norm) and not all(map(_is_finite, grads)):
-                # This rank sends a part of its residual, and the other ranks take the step.
-                rank = self._strategy.global_rank
-                log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
-                optimizer.zero_grad()
-            elif clip_norm is not None and clip_norm < norm < math.inf:
-                torch._foreach_mul_(grads, clip_norm / norm)
-            return result
-
-        return checked
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
 
     def exchange_pending(self, *_: Any) -> None:
         self.exchanger.exchange_pending()

@@ -33,7 +33,7 @@ from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import check_all_sharded, like, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates.parameters import exchanged_parameters, ids_of_exchanged
+from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
 
@@ -198,9 +198,12 @@ class DeltaExchange:
         model = self._model()
         if model is None:
             return
-        present = ids_of_exchanged(model, self._optimizers)
+        present = owners_of_exchanged(model, self._optimizers)
         by_name = parameters_by_name(model) if names else self.parameters
-        if present == {id(by_name.get(name)) for name in self.parameters}:
+        number = {id(optimizer): number for number, optimizer in enumerate(self._optimizers)}
+        if present == {
+            id(by_name.get(name)): [number[id(each.optimizer)]] for each in self.segments for name in each.segment.names
+        }:
             return
         self._check_trained()
         if self.is_pending:

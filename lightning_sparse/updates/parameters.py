@@ -74,11 +74,16 @@ def exchanged_parameters(
     return params, found, {name: order.index(kind) for name, kind in kinds.items()}
 
 
-def ids_of_exchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return the ids of the parameters that optimizers step and ranks exchange."""
+def owners_of_exchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, list[int]]:
+    """Return the numbers of the optimizers that step each exchanged parameter, by its id. Several are an error."""
     ignored = ignored_by_ddp(model)
     left_out = {id(param) for name, param in parameters_by_name(model).items() if name in ignored} if ignored else set()
-    return {id(param) for param in parameters_of(optimizers) if not is_excluded(param)} - left_out
+    found: dict[int, list[int]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for param in parameters_of([optimizer]):
+            if not is_excluded(param) and id(param) not in left_out:
+                found.setdefault(id(param), []).append(number)
+    return found
 
 
 def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -620,6 +620,32 @@ def test_steps_of_any_optimizer_are_counted(net):
     assert sent == (6 * 4 * Net().weights.numel() if net is Raw else 0)
 
 
+class Sharing(Linear):
+    """Two parameters share memory, which an exchange of updates refuses."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.layers.append(torch.nn.Linear(*self.layers[-1].weight.shape[::-1]))
+        self.layers[-1].weight.data = self.layers[-2].weight.data
+
+
+class Copying(torch.optim.AdamW):
+    master_weights = True  # as of Apex's FusedAdam
+
+
+def candidates(rank: int) -> list[list[str]]:
+    found = []
+    for net in (Sharing(torch.optim.AdamW, lr=0.01), Linear(Copying, lr=0.01), Linear(torch.optim.AdamW, lr=0.01)):
+        strategy = AutoDDPStrategy()
+        fit(net, strategy, rank, max_steps=1)
+        found.append([name for name in strategy._auto.options if name == "topk"])
+    return found
+
+
+def test_models_whose_updates_cannot_be_exchanged_train_as_with_ddp():
+    assert lightning_ranks(2, candidates) == [[[], [], ["topk"]]] * 2
+
+
 def test_without_a_note_of_the_end_a_step_lasts_until_the_next_one():
     clock = _Clock()
     clock.begin_batch()

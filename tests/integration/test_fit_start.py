@@ -165,6 +165,21 @@ if "post_backward" in vars(pl.strategies.DDPStrategy):  # older versions do not 
     AS_EXCHANGED["the static graph, by hand"] = (Again, "topk", {"static_graph": True}, {})
 
 
+@pytest.mark.skipif("the static graph, by hand" not in AS_EXCHANGED, reason="an error in older versions")
+def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too():
+    def rank(rank: int) -> list[torch.Tensor]:
+        run, nets = trainer(strategy("topk", 0.1, static_graph=True), 2), [Again(), Again()]
+        for epochs, net in enumerate(nets, 1):
+            run.fit_loop.max_epochs = epochs
+            run.fit(net, Loader(rank, 2, 4))
+        return [net.weights for net in nets]
+
+    first, second = lightning_ranks(2, rank)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], Again().weights)
+    assert not torch.equal(first[1], Again().weights)
+
+
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
     """Stock ddp and an exchange of updates keep no part of a gradient in a residual."""
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -448,6 +449,47 @@ class Own(Net):
         pass
 
 
+class Patched(Net):
+    """Clips gradients in the optimizer's step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        step = optimizer.step
+
+        def clipped(_: Any, closure: Any) -> Any:
+            loss = closure()
+            nn.utils.clip_grad_value_(self.parameters(), 0.01)
+            step()
+            return loss
+
+        optimizer.step = MethodType(clipped, optimizer)  # type: ignore[method-assign]
+        return optimizer
+
+
+class Scheduled(Net):
+    """Has a schedule, which replaces the optimizer's step by a function that counts."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class EditsGradients(SparseDDPStrategy):
+    def post_backward(self, closure_loss: Any) -> None:
+        super().post_backward(closure_loss)
+
+
+def test_a_strategy_of_the_user_may_look_at_all_gradients():
+    def run(rank: int) -> str:
+        lines: list[str] = []
+        run = trainer(EditsGradients("topk", granularity="model"), 2, max_steps=2)
+        run.strategy.inform = lines.append
+        run.fit(AdamNet(), Loader(rank, 2, 2))
+        return lines[0] if lines else ""
+
+    assert "after backward: EditsGradients.post_backward is a function of yours" in lightning_ranks(2, run)[0]
+
+
 def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradients():
     cases: list[tuple[Any, dict[str, Any], dict[str, Any], str | None]] = [
         (AdamNet, {}, {}, None),
@@ -467,6 +509,8 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
         (partial(Own, ADAMW, lr=0.01), {}, {}, "Own.on_after_backward comes first"),
         (Gan, {"exchange": "update"}, {}, "optimization is manual"),
         (lambda: Net(Unknown, lr=0.01), {"exchange": "update"}, {}, "Unknown may look at all gradients"),
+        (partial(Patched, ADAMW, lr=0.01), {}, {}, "AdamW.step is a function of yours"),
+        (partial(Scheduled, ADAMW, lr=0.01), {}, {}, None),
     ]
 
     def run(rank: int) -> Any:
@@ -2608,3 +2652,117 @@ def test_a_momentum_encoder_follows_as_with_ddp_and_is_equal_on_all_ranks(strate
     assert same(seen, others)  # of the same batches
     (_, ddps_lag, _, _), _ = lightning_ranks(2, byol, None, given, how)
     assert lag < 2 * ddps_lag
+
+
+class ByHand(Net):
+    """Manual optimization with a raw optimizer, in three ways, or with Lightning's."""
+
+    def __init__(self, way: str, nan_at: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization, self.way, self.nan_at, self.count = False, way, nan_at, 0
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.way == "Lightning's")
+
+        def closure() -> Tensor:
+            self.count += 1
+            optimizer.zero_grad()
+            loss: Tensor = Net.training_step(self, batch, index)
+            self.manual_backward(loss * (math.nan if self.count == self.nan_at and self.global_rank else 1))
+            return loss
+
+        if self.way == "closure":
+            optimizer.step(closure)
+            return
+        closure()
+        if self.way == "scaler":
+            torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+        else:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("way", tiers(["raw", "closure", "scaler"], ["raw"]))
+@pytest.mark.parametrize(
+    ("options", "nan_at"),
+    [
+        ({"clip_norm": 0.05, "exchange": "update"}, None),
+        ({"on_nonfinite": "skip", "exchange": "update"}, 3),
+        ({"on_nonfinite": "skip", "exchange": "gradient"}, 3),
+    ],
+)
+def test_raw_optimizers_are_clipped_and_skip_steps_like_lightnings(way, options, nan_at):
+    def run(rank: int) -> Any:
+        made = {"method": "topk", "density": 0.2, "granularity": "model", **options}
+        ways = ["Lightning's", way] + ["Lightning's"] * (nan_at is None)
+        found = []
+        for number, each in enumerate(ways):
+            if number == 2:
+                made.pop("clip_norm")
+            net = ByHand(each, nan_at)
+            trainer(SparseDDPStrategy(**made), 2).fit(net, Loader(rank, 2, 6))
+            found.append(net.weights)
+        return found
+
+    for wrapped, raw, *unclipped in lightning_ranks(2, run):
+        assert wrapped.isfinite().all()
+        assert torch.equal(wrapped, raw)
+        assert not any(torch.equal(wrapped, each) for each in unclipped)
+
+
+class Moving(Net):
+    """Moves a parameter from one optimizer to the other, or gives it to both, after two steps."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.joins, self.automatic_optimization = joins, False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), 0.01) for part in (self.embedding, self.layers)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 4:  # of two optimizers
+            first, second = self.optimizers(use_pl_optimizer=False)
+            moved = self.layers[3].weight
+            for group in second.param_groups:
+                group["params"] = [param for param in group["params"] if self.joins or param is not moved]
+            first.add_param_group({"params": [moved]})
+
+
+def test_a_parameter_that_moves_to_another_optimizer_stays_equal_on_all_ranks():
+    def run(rank: int) -> Any:
+        net, said = Moving(False), {"method": "topk", "density": 0.2, "granularity": "layer"}
+        trainer(SparseDDPStrategy(**said), 2).fit(net, Loader(rank, 2, 8))
+        both = caught(lambda: trainer(SparseDDPStrategy(**said), 2).fit(Moving(True), Loader(rank, 2, 8)))
+        return net.weights, both[:2]
+
+    (weights, both), (same_weights, _) = lightning_ranks(2, run)
+    assert torch.equal(weights, same_weights)
+    assert both[0] == "ValueError"
+    assert "'layers.3.weight' belongs to two optimizers" in both[1]
+
+
+def test_more_frozen_than_trained_elements_and_signs_are_warned_of():
+    class Frozen(Net):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.embedding.requires_grad_(False)
+            self.layers[0].requires_grad_(False)
+
+    def run(rank: int) -> list[list[str]]:
+        found = []
+        for net in (partial(Frozen, ADAMW, lr=0.01), AdamNet, partial(Net, Lion, lr=1e-3)):
+            messages = Messages()
+            trainer(sparse(exchange="update"), 1, max_steps=1).fit(net(), Loader(0, 1, 2))
+            found.append([text for text in messages.texts if "frozen elements" in text or "takes signs" in text])
+        return found
+
+    frozen, none, signs = lightning_ranks(1, run)[0]
+    assert [text.partition(", more")[0] for text in frozen] == ["The optimizers have 344 frozen elements"]
+    assert none == []
+    assert [text.partition(",")[0] for text in signs] == ["Lion takes signs"]
