@@ -233,9 +233,9 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
             if (resize == "sum" and mine) or (resize == "mean" and of_moments):
                 for param, value in per_param.items():
                     result["elements"][name][param].add_(value, alpha=factor if resize == "sum" else 1.0)
-    for name, per_param in result["elements"].items():
-        if result["resize"][name] == "mean":
-            torch._foreach_div_([*per_param.values()], max(1, added))
+    for name in (name for name in result["elements"] if result["resize"][name] == "mean"):
+        for value in result["elements"][name].values():
+            value.div_(max(1, added))
     if optimizers:
         result["optimizers"] = optimizers
     for name, total in optimizers.items():
