@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 Granularity = Literal["layer", "bucket", "model"]
 OnNonFinite = Literal["raise", "skip"]
@@ -119,17 +119,6 @@ def check_optional(name: str, value: Any) -> Any:
     return None if value is None else check(name, value)
 
 
-def check_density(owner: str, density: Any) -> float:
-    """Return the checked density of a compressor or of a warm-up."""
-    value: float = check("density", density, owner)
-    return value
-
-
-class _HasDensity(Protocol):
-    @property
-    def density(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
 class ReducerOptions:
     """The options that `Reducer`, `attach`, `attach_updates` and `SparseDDPStrategy` share. They are checked here only.
@@ -179,7 +168,7 @@ class ReducerOptions:
             if field.name in OPTIONS and value is not field.default:
                 object.__setattr__(self, field.name, check(field.name, value))
 
-    def check_method(self, method: _HasDensity, counts_epochs: bool = True) -> None:
+    def check_method(self, method: Any, counts_epochs: bool = True) -> None:
         """Raise ValueError if the method supports no density warm-up, or if the warm-up needs epochs but gets none.
 
         Args:
@@ -209,4 +198,4 @@ def _densities(given: Any) -> tuple[float, ...] | None:
         raise ValueError(
             f"density_warmup={given!r} must be a list of densities to use in turn, such as [0.25, 0.0625, 0.015]."
         ) from None
-    return None if found is None else tuple(check_density("density_warmup", density) for density in found)
+    return None if found is None else tuple(check("density", density, "density_warmup") for density in found)

@@ -23,7 +23,7 @@ from lightning_sparse.compressors.encoding import Encoding, IndexFormat, ValueFo
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.layout import Segment
-from lightning_sparse.options import check_density
+from lightning_sparse.options import check
 
 
 def selection_bound(k: int) -> int:
@@ -43,7 +43,7 @@ class Sparsifier(Compressor):
     value_format: ValueFormat = "float32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "density", check_density(type(self).__name__, self.density))
+        object.__setattr__(self, "density", check("density", self.density, type(self).__name__))
         for name, known in (("index_format", IndexFormat), ("value_format", ValueFormat)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(

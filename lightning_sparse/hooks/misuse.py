@@ -8,7 +8,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,23 +94,37 @@ class UnattachedOptimizerCheck:
             )
 
 
-class UntrackedUpdateCheck:
-    """Warns if a parameter has gradients and has changed, but belongs to no optimizer whose updates are exchanged.
+SAMPLE, FEWEST = 1024, 64
+"""Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
+FEW = 8
+"""A copy is looked for in parameters with at least this many changed elements, at this many places at most."""
+Changes = Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]]
+"""Returns an optimizer's weights before and after its step, and the gradients, by name."""
+
+
+class ExchangeChecks:
+    """Looks, at each exchange, for optimizers and parameters that an exchange of updates does not suit.
 
     Args:
-        params: the parameters to check, by name.
-        exchanged: returns whether the updates of a parameter are exchanged by now.
+        params: the parameters without exchanged updates, by name.
+        warns: whether this is rank 0, which warns of copies.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], exchanged: Callable[[Tensor], bool]) -> None:
-        self._params, self._exchanged = params, exchanged
-        self._versions: dict[str, int] = {}
+    def __init__(self, params: Mapping[str, Tensor], warns: bool) -> None:
+        self._params, self._warns = params, warns
+        self._versions: dict[str, int] = {}  # of these parameters
+        self._exchanges, self._changes = Counter[Optimizer](), Counter[Optimizer]()  # all, and those after a change
+        self._copies = Counter[Optimizer]()  # exchanges with a copy
 
-    def look(self) -> None:
-        """Compare the parameters with the last call. Call it at each exchange."""
+    def look_for_untracked(self, exchanged: Collection[int]) -> None:
+        """Warn if a parameter has gradients and has changed, but belongs to no optimizer whose updates are exchanged.
+
+        Args:
+            exchanged: the ids of the parameters whose updates are exchanged by now.
+        """
         for name, param in self._params.items():
             # A parameter without gradients may be that of a momentum encoder, which exchange_pending makes equal.
-            if (param.grad is None and name not in self._versions) or self._exchanged(param):
+            if (param.grad is None and name not in self._versions) or id(param) in exchanged:
                 continue
             if self._versions.setdefault(name, version(param)) != version(param):
                 self._params = {}  # warn once
@@ -121,36 +135,62 @@ class UntrackedUpdateCheck:
                 )
                 return
 
+    def look_for_copies(self, optimizer: Optimizer, changes: Changes, params: Mapping[str, Tensor]) -> None:
+        """Look for an optimizer's own copy of the weights, in the second and the third exchange after a change.
 
-SAMPLE, FEWEST = 1024, 64
-"""Number of elements of a parameter that ranks compare, and the fewest of them that must have changed."""
-FEW = 8
-"""A copy is looked for in parameters with at least this many changed elements, at this many places at most."""
-
-
-class EqualUpdateCheck:
-    """Warns on rank 0 if all ranks make the same update of a parameter; with torch's optimizers, of most parameters.
-
-    Torch's optimizers exchange nothing themselves. If their updates are rescaled, ranks compare gradients, in the first
-    exchange, which does not overlap backward. Other optimizers may exchange gradients or updates in their steps. So
-    ranks compare the changed weights, in the second exchange. Adam's first step contains only the signs of gradients,
-    which may be equal.
-    """
-
-    def __init__(self) -> None:
-        self._exchanges = Counter[Optimizer]()
-
-    def look(
-        self,
-        optimizer: Optimizer,
-        changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]],
-        is_rescaled: bool,
-    ) -> Callable[[Comm, torch.device], None] | None:
-        """Note an exchange, before it begins; return a function that compares ranks, to call after it, or None.
+        An exchange does not change this copy, such as an fp32 master copy. So each later delta would again contain all
+        unsent entries, and training would diverge. With local steps ranks would drift apart. Such a copy equals the
+        weights after each step. Slow weights, as Lookahead keeps them, equal the weights after some steps only. A copy
+        with dtype and size of the weights causes a warning, because it may only serve to find the last change. Another
+        dtype, or one tensor for several parameters, is an error. Torch's optimizers are not checked.
 
         Args:
             optimizer: the optimizer that has stepped.
-            changes: returns the weights before and after the step, and the gradients, by name.
+            changes: its changes.
+            params: the parameters by name.
+        """
+        if self._changes[optimizer] == 3 or _is_torchs(optimizer):
+            return
+        changed = {name: after for name, (before, after, _) in changes().items() if (before != after).sum() >= FEW}
+        if not changed:  # as if a gradient scaler skips the step
+            return
+        self._changes[optimizer] += 1
+        if self._changes[optimizer] == 1:
+            return
+        name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
+        weights = changed[name]
+        others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
+        kept = map(local, _tensors([optimizer.state.get(params[name], {}), others]))
+        copies = [x for x in kept if _is_copy(x, weights)]
+        self._copies[optimizer] += bool(copies)
+        if self._copies[optimizer] != 2:
+            return
+        is_certain = any(x.dtype != weights.dtype or x.numel() > weights.numel() for x in copies)
+        text = (
+            f"{type(optimizer).__name__} keeps its own copy of {name!r}, which an exchange of updates does not change. "
+            f"If it computes the weights from this copy, ranks drift apart or training diverges. Then let ranks "
+            f"exchange gradients: by strategy='int4_ddp' or 'ddp', for a sharded model by 'dense_hsdp', and in plain "
+            f"torch by attach with method='int4'; or take an optimizer without such a copy, such as AdamW."
+        )
+        if is_certain:
+            raise RuntimeError(text)
+        if self._warns:
+            log.warning(text)
+
+    def look_for_equal_updates(
+        self, optimizer: Optimizer, changes: Changes, is_rescaled: bool
+    ) -> Callable[[Comm, torch.device], None] | None:
+        """Note an exchange, before it begins; return a function that compares ranks, to call after it, or None.
+
+        The function warns on rank 0 if all ranks make the same update of a parameter; with torch's optimizers, of most
+        parameters. Torch's optimizers exchange nothing themselves. If their updates are rescaled, ranks compare
+        gradients, in the first exchange, which does not overlap backward. Other optimizers may exchange gradients or
+        updates in their steps. So ranks compare the changed weights, in the second exchange. Adam's first step contains
+        only the signs of gradients, which may be equal.
+
+        Args:
+            optimizer: the optimizer that has stepped.
+            changes: its changes.
             is_rescaled: whether updates are rescaled as if ranks had different batches.
         """
         self._exchanges[optimizer] += 1
@@ -168,87 +208,30 @@ class EqualUpdateCheck:
             chosen = (grad != 0) & (grad.isfinite() if of_gradients else weights[0] != weights[1])
             digest = zlib.crc32(as_bytes(torch.where(chosen, grad if of_gradients else weights[1], 0)).numpy().data)
             rows.append([digest, int(chosen.sum()) >= FEWEST])
-        return partial(self._compare, optimizer, [*found], rows)
-
-    def _compare(
-        self, optimizer: Optimizer, names: list[str], rows: list[list[int]], comm: Comm, device: torch.device
-    ) -> None:
-        """Compare ranks; all call it with the same names."""
-        if comm.size == 1 or not names:
-            return
-        with comm.uncounted():
-            found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
-        counts = found[0, :, 1] > 0
-        equal = ((found == found[0]).all(0).all(1) & counts).tolist()
-        # A penalty may give a few parameters gradients that do not depend on the batch.
-        fewest = int(counts.sum()) // 2 + 1 if _is_torchs(optimizer) else 1
-        if comm.is_first and sum(equal) >= fewest:
-            harm = f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost"
-            if _is_torchs(optimizer):
-                harm = "your code averages gradients among ranks, steps become too large"
-            log.warning(
-                f"All ranks have made the same update of {listed([*map(repr, itertools.compress(names, equal))])}. If "
-                f"they have the same batches, give each rank its part of the data, as DistributedSampler does. If "
-                f"{harm}: let ranks exchange gradients instead, by exchange='gradient' of the strategy or by attach."
-            )
+        return partial(_compare_updates, optimizer, [*found], rows)
 
 
-class CopiedWeightsCheck:
-    """Finds optimizers that compute weights from their own copy of them, such as an fp32 master copy.
-
-    An exchange does not change this copy, so each later delta would again contain all unsent entries, and training
-    would diverge. With local steps ranks would drift apart. Such a copy equals the weights after each step. Slow
-    weights, as Lookahead keeps them, equal the weights after some steps only. A copy with dtype and size of the weights
-    causes a warning on rank 0, because it may only serve to find the last change. Another dtype, or one tensor for
-    several parameters, is an error. Torch's optimizers are not checked.
-
-    Args:
-        warns: whether this is rank 0.
-    """
-
-    def __init__(self, warns: bool) -> None:
-        self._warns = warns
-        self._exchanges, self._found = Counter[Optimizer](), Counter[Optimizer]()
-
-    def look(
-        self,
-        optimizer: Optimizer,
-        changes: Callable[[], Mapping[str, tuple[Tensor, Tensor, Tensor]]],
-        params: Mapping[str, Tensor],
-    ) -> None:
-        """Look for a copy in the second and the third exchange that follows a change, before the exchange begins.
-
-        Args:
-            optimizer, changes: see `EqualUpdateCheck.look`.
-            params: the parameters by name.
-        """
-        if self._exchanges[optimizer] == 3 or _is_torchs(optimizer):
-            return
-        changed = {name: after for name, (before, after, _) in changes().items() if (before != after).sum() >= FEW}
-        if not changed:  # as if a gradient scaler skips the step
-            return
-        self._exchanges[optimizer] += 1
-        if self._exchanges[optimizer] == 1:
-            return
-        name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
-        weights = changed[name]
-        others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
-        kept = map(local, _tensors([optimizer.state.get(params[name], {}), others]))
-        copies = [x for x in kept if _is_copy(x, weights)]
-        self._found[optimizer] += bool(copies)
-        if self._found[optimizer] != 2:
-            return
-        is_certain = any(x.dtype != weights.dtype or x.numel() > weights.numel() for x in copies)
-        text = (
-            f"{type(optimizer).__name__} keeps its own copy of {name!r}, which an exchange of updates does not change. "
-            f"If it computes the weights from this copy, ranks drift apart or training diverges. Then let ranks "
-            f"exchange gradients: by strategy='int4_ddp' or 'ddp', for a sharded model by 'dense_hsdp', and in plain "
-            f"torch by attach with method='int4'; or take an optimizer without such a copy, such as AdamW."
+def _compare_updates(
+    optimizer: Optimizer, names: list[str], rows: list[list[int]], comm: Comm, device: torch.device
+) -> None:
+    """Compare ranks; all call it with the same names."""
+    if comm.size == 1 or not names:
+        return
+    with comm.uncounted():
+        found = comm.all_gather(torch.tensor(rows, dtype=torch.int64, device=device)).cpu()
+    counts = found[0, :, 1] > 0
+    equal = ((found == found[0]).all(0).all(1) & counts).tolist()
+    # A penalty may give a few parameters gradients that do not depend on the batch.
+    fewest = int(counts.sum()) // 2 + 1 if _is_torchs(optimizer) else 1
+    if comm.is_first and sum(equal) >= fewest:
+        harm = f"{type(optimizer).__name__} exchanges its results among ranks, gradients are lost"
+        if _is_torchs(optimizer):
+            harm = "your code averages gradients among ranks, steps become too large"
+        log.warning(
+            f"All ranks have made the same update of {listed([*map(repr, itertools.compress(names, equal))])}. If "
+            f"they have the same batches, give each rank its part of the data, as DistributedSampler does. If "
+            f"{harm}: let ranks exchange gradients instead, by exchange='gradient' of the strategy or by attach."
         )
-        if is_certain:
-            raise RuntimeError(text)
-        if self._warns:
-            log.warning(text)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -302,29 +285,29 @@ class RefuseDDP:
             )
 
 
-class ExplainFailures:
-    """Raises the error of another rank in a sharded model's forward pass. It can be pickled.
+def explain_failures(model: nn.Module) -> None:
+    """Let a sharded model's forward pass raise the error of another rank.
 
     The collectives of a sharded model would wait for a failed rank before this rank's next exchange. If they break off,
     torch's error does not name the cause.
     """
+    model.register_forward_pre_hook(_raise_known, prepend=True)  # before FSDP2's collectives
+    model.register_forward_hook(_explain, always_call=True)
 
-    def __init__(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self.raise_known, prepend=True)  # before FSDP2's collectives
-        model.register_forward_hook(self, always_call=True)
 
-    def raise_known(self, model: nn.Module, *_: Any) -> None:
-        """Raise the error that has ended training, if this rank knows of one."""
-        if not torch.compiler.is_compiling() and (exchange := attached(model)) is not None:
-            exchange.raise_known_failure()
+def _raise_known(model: nn.Module, *_: Any) -> None:
+    """Raise the error that has ended training, if this rank knows of one."""
+    if not torch.compiler.is_compiling() and (exchange := attached(model)) is not None:
+        exchange.raise_known_failure()
 
-    def __call__(self, model: nn.Module, *_: Any) -> None:
-        """Look at the error of the forward pass, if there is one."""
-        if torch.compiler.is_compiling():
-            return
-        error, exchange = sys.exc_info()[1], attached(model)
-        if error is not None and exchange is not None:
-            exchange.fail_in_model(error)
+
+def _explain(model: nn.Module, *_: Any) -> None:
+    """Look at the error of the forward pass, if there is one."""
+    if torch.compiler.is_compiling():
+        return
+    error, exchange = sys.exc_info()[1], attached(model)
+    if error is not None and exchange is not None:
+        exchange.fail_in_model(error)
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step
 from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
-from lightning_sparse.hooks.misuse import (
-    CopiedWeightsCheck,
-    EqualUpdateCheck,
-    UnattachedOptimizerCheck,
-    UntrackedUpdateCheck,
-)
+from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
@@ -73,14 +68,6 @@ class _Steps:
 
     taken: int = 0
     waiting: int = 0
-
-
-class _Checks(NamedTuple):
-    """The checks at each exchange."""
-
-    untracked: UntrackedUpdateCheck
-    copied: CopiedWeightsCheck
-    equal: EqualUpdateCheck
 
 
 class _Buffers:
@@ -231,8 +218,7 @@ class UpdateExchanger(Exchanger):
         wrap("step", self._scaled_step)
         ids = self.updates.ids
         others = {name: x for name, x in not_ignored(model, model.named_parameters()).items() if id(x) not in ids}
-        untracked = UntrackedUpdateCheck(others, self.updates.has)
-        self._checks = _Checks(untracked, CopiedWeightsCheck(self.comm.rank == 0), EqualUpdateCheck())
+        self._checks = ExchangeChecks(others, warns=self.comm.rank == 0)
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether buffers, and parameters without updates, may differ among ranks
         if not method.delayed:
@@ -374,8 +360,9 @@ class UpdateExchanger(Exchanger):
         def exchange() -> None:
             changes = partial(self.updates.changes, optimizer)
             if _needs_agreed_weights(self.reducer.method):
-                self._checks.copied.look(optimizer, changes, self.updates.parameters)
-            compare = self._checks.equal.look(optimizer, changes, self._rule.rescales(optimizer, self.comm.size))
+                self._checks.look_for_copies(optimizer, changes, self.updates.parameters)
+            is_rescaled = self._rule.rescales(optimizer, self.comm.size)
+            compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
             if overlap:
                 overlap.finish()
                 self._session.launching()  # raises an error that another thread has found meanwhile
@@ -412,7 +399,7 @@ class UpdateExchanger(Exchanger):
         """Run `exchange`, record its failure, and measure how long training waits."""
         if self._overlap is None or not self._overlap.has_begun:  # otherwise it began within backward
             self._begin_exchange()
-        self._checks.untracked.look()
+        self._checks.look_for_untracked(self.updates.ids)
         started = time.perf_counter()
         try:
             exchange()

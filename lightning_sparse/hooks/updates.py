@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.misuse import ExplainFailures, RefuseDDP, attached, check_optimizers, keep_attached
+from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, explain_failures, keep_attached
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
@@ -191,7 +191,7 @@ def exchange_updates(
     exchanger = UpdateExchanger(model, optimizers, method, options, **settings)
     RefuseDDP(model)
     if exchanger.comm.peers.has_parts:
-        ExplainFailures(model)
+        explain_failures(model)
     keep_attached(model, exchanger, optimizers)
     return exchanger
 

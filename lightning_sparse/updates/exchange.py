@@ -125,10 +125,6 @@ class DeltaExchange:
         """The ids of the exchanged parameters."""
         return {*map(id, self.parameters.values())}
 
-    def has(self, param: Tensor) -> bool:
-        """Return whether a parameter is exchanged."""
-        return id(param) in self.ids
-
     def of(self, optimizer: Optimizer) -> list[UpdateSegment]:
         """Return the segments of an optimizer."""
         return [each for each in self.segments if each.optimizer is optimizer]

@@ -34,18 +34,6 @@ from lightning_sparse.shards import local, locals_of
 from lightning_sparse.update_rule import UpdateRule
 
 
-class _Step(NamedTuple):
-    """The last step of an optimizer, for the parameters of one segment.
-
-    Attributes:
-        stepped: for each parameter, whether the optimizer had a gradient for it.
-        skipped: a scalar on the device, 1 if a gradient scaler made a fused optimizer skip the step; None without one.
-    """
-
-    stepped: list[bool]
-    skipped: Tensor | None
-
-
 class _Ahead(NamedTuple):
     """A rank's own entries, which it has applied before the other ranks' entries have arrived.
 
@@ -101,7 +89,7 @@ class UpdateSegment:
         self.frozen: set[str] = set()
         self.ahead: _Ahead | None = None
         self.is_stale = False
-        self._step: _Step | None = None
+        self._stepped: list[bool] | None = None  # by parameter, whether the step that is exchanged had a gradient
         self._references: list[Tensor] | None = None
 
     @property
@@ -169,8 +157,7 @@ class UpdateSegment:
 
     def note_step(self, *, skipped: bool = False) -> None:
         """Record after a step which parameters the optimizer has stepped; none if it `skipped` the step."""
-        stepped = [param.grad is not None and not skipped for param in self._params.values()]
-        self._step = _Step(stepped, getattr(self.optimizer, "found_inf", None))
+        self._stepped = [param.grad is not None and not skipped for param in self._params.values()]
 
     @property
     def differs(self) -> list[Tensor]:
@@ -245,7 +232,7 @@ class UpdateSegment:
         segment, weights, rule = self.segment, self._flat_weights, self._rule
         size, references, find = self._reducer.comm.size, self._references, None
         rescales = rule.rescales(self.optimizer, size)
-        clears = self._clears and self._step is not None
+        clears = self._clears and self._stepped is not None
         pays = clears and rule.momentum == "pay_out"
         if pays and rule.local_steps > 1 and references is None:
             pays = clears = False  # the change of the last step is unknown
@@ -256,15 +243,14 @@ class UpdateSegment:
             self._apply_mean(self.ahead)
         if moments is not None and pays:
             find = partial(moments.payout, weights, references)
-        self._step = self._references = None
+        self._stepped = self._references = None
         pending = self._reducer.begin(segment, deltas, self._still_frozen, find)
         return pending, moments if clears else None
 
     def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
-        kind, params, step = moments_of(self.optimizer), self._params, self._step
-        frozen = self._still_frozen
+        kind, params, frozen = moments_of(self.optimizer), self._params, self._still_frozen
         assert kind is not None
-        stepped = step.stepped if step is not None else [False] * len(params)
+        stepped = self._stepped or [False] * len(params)
         # Leave the momentum of frozen parameters and of parameters without a step unchanged.
         states = [
             self.optimizer.state.get(param, {}) if has_step and name not in frozen else {}
@@ -272,7 +258,9 @@ class UpdateSegment:
         ]
         states = [{key: local(x) for key, x in state.items()} for state in states]
         ours = [groups[id(param)] for param in params.values()]
-        skipped = None if step is None or step.skipped is None else local(step.skipped)
+        # On the device, 1 if a gradient scaler makes a fused optimizer skip the step that is exchanged.
+        found = getattr(self.optimizer, "found_inf", None) if self._stepped is not None else None
+        skipped = None if found is None else local(found)
         return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped, self._flat.dtype)
 
     @property
