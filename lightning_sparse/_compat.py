@@ -57,7 +57,7 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
             dist.get_rank(parent),
             ranks,
             dist.get_backend(parent),
-            default_store(),
+            default_store().clone(),  # gloo locks a client until all ranks have arrived
             name,
             timeout=timeout,
             device_id=device,
@@ -312,6 +312,15 @@ def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None])
 def receive_sigterm(trainer: Any) -> None:
     """Make Lightning end training after the batch, as if SIGTERM had just arrived. Private in Lightning 2.5 and 2.6."""
     trainer._signal_connector.received_sigterm = True
+
+
+def seed_workers(trainer: Any, loader: Any) -> None:
+    """Make the workers of a loader set their seeds, if the user wants it. Lightning itself may do so later.
+
+    It changes only loaders without a `worker_init_fn`. Private in Lightning 2.5 and 2.6.
+    """
+    connector: Any = sys.modules[type(trainer._data_connector).__module__]
+    connector._auto_add_worker_init_fn(loader, trainer.global_rank)
 
 
 def sigterm_exception(trainer: Any) -> type[SystemExit]:

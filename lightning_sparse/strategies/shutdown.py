@@ -4,6 +4,8 @@ Lightning 2.6 broadcasts in each batch whether rank 0 has received SIGTERM. All 
 CUDA for the device. Lightning's signal handler calls a collective, too. If other ranks call another collective at that
 time, gloo aborts their processes. Here a thread of each rank polls the store. No rank waits before a rank has received
 the signal or training ends.
+
+torchrun and SLURM signal the workers of a DataLoader, too. They survive it, because they load the last batch.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, sigterm_exception
+from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, seed_workers, sigterm_exception
 from lightning_sparse.comm import ProcessGroupComm, Termination
 
 log = logging.getLogger(__name__)
+WORKER_SECONDS = 60
+"""Seconds that a DataLoader's worker lives after SIGTERM, unless the rank ends it."""
 
 
 class CoordinatedShutdown:
@@ -34,6 +41,13 @@ class CoordinatedShutdown:
         peers = comm.peers
         self._termination = Termination(comm.store, peers.terminating, peers.rank, peers.ranks)
         self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
+
+    def protect_workers(self, loader: Any) -> None:
+        """Let the workers of a DataLoader survive SIGTERM."""
+        if getattr(loader, "num_workers", 0) and hasattr(loader, "worker_init_fn") and hasattr(signal, "alarm"):
+            seed_workers(self._trainer, loader)
+            if getattr(loader.worker_init_fn, "func", None) is not survive_sigterm:  # of an earlier fit
+                loader.worker_init_fn = partial(survive_sigterm, loader.worker_init_fn)
 
     def begin(self, *, validation: bool = False) -> None:
         """Let Lightning end training after the batch that begins now, if the ranks have agreed on this batch."""
@@ -86,3 +100,11 @@ class CoordinatedShutdown:
         if not self._termination.requested and launcher is not None:
             launcher.kill(number)  # the ranks that this process has started
         self._termination.request()
+
+
+def survive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
+    """Let a DataLoader's worker survive SIGTERM for `WORKER_SECONDS`, and call the loader's `worker_init_fn`."""
+    if threading.current_thread() is threading.main_thread():  # the workers of some loaders are threads
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_SECONDS))
+    if init is not None:
+        init(worker)
