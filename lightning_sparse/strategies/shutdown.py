@@ -38,8 +38,7 @@ class CoordinatedShutdown:
 
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
         self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
-        peers = comm.peers
-        self._termination = Termination(comm.store, peers.terminating, peers.rank, peers.ranks)
+        self._termination = Termination(comm.store, comm.peers)
         self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
 
     def protect_workers(self, loader: Any) -> None:
