@@ -575,7 +575,8 @@ def test_names_of_modules_whose_activations_are_recomputed():
 def test_sigterm():
     run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
     loop, told, before = run.fit_loop.epoch_loop, [], signal.getsignal(signal.SIGTERM)
-    undo = _compat.replace_sigterm_notifier(run, lambda number, frame: told.append(number))
+    note = lambda number, frame: told.append(number)  # noqa: E731
+    undo = _compat.replace_signal_functions(run, note, note)
     try:
         run._signal_connector.register_signal_handlers()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -591,8 +592,19 @@ def test_sigterm():
         loop._broadcast_sigterm_tensor()  # raises no SIGTERMException
     undo()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
-    assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
+    assert vars(run._signal_connector).keys().isdisjoint({"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"})
     assert _compat.sigterm_exception(run) is SIGTERMException
+
+
+def test_lightning_saves_and_requeues(monkeypatch, tmp_path):
+    run = pl.Trainer(accelerator="cpu", devices=1, barebones=True, default_root_dir=tmp_path)
+    saved = []
+    monkeypatch.setattr(run, "save_checkpoint", saved.append)
+    monkeypatch.setattr("pytorch_lightning.trainer.connectors.signal_connector.call", saved.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    _compat.save_and_requeue(run)
+    assert saved == [str(tmp_path / "hpc_ckpt_1.ckpt"), ["scontrol", "requeue", "17"]]
 
 
 def test_the_workers_of_a_loader_get_their_seeds(monkeypatch):

@@ -43,7 +43,7 @@ class Termination:
 
     Attributes:
         requested: whether this rank was asked to end.
-        reason: sentence that names the rank that was asked to end; "" if this rank knows of none.
+        reason: sentence that names the first rank that was asked to end, and the signal; "" if this rank knows of none.
     """
 
     def __init__(self, store: Store, peers: Peers) -> None:
@@ -69,9 +69,13 @@ class Termination:
         """This rank's global number."""
         return self._peers.ranks[self._peers.rank]
 
-    def request(self) -> None:
-        """Ask this rank to end, and the others through the store. Call it from a signal handler."""
-        self.requested, self.reason = True, f"Rank {self._rank} was told to end (SIGTERM)."
+    def request(self, name: str = "SIGTERM") -> None:
+        """Ask this rank to end, and the others through the store. Call it from a signal handler.
+
+        Args:
+            name: the name of the signal.
+        """
+        self.requested, self.reason = True, self.reason or f"Rank {self._rank} was told to end ({name})."
         self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
@@ -131,11 +135,10 @@ class Termination:
         try:
             if self._silent:
                 pass
-            elif self.requested:
-                self._store.compare_set(self._peers.terminating, "", self.reason)
-                self._publish()
-            elif self._store.check([self._peers.terminating]):
-                self.reason = self._store.get(self._peers.terminating).decode()
+            elif self.requested or self._store.check([self._peers.terminating]):
+                if self.requested:
+                    self._store.compare_set(self._peers.terminating, "", self.reason)
+                self.reason = self._store.get(self._peers.terminating).decode()  # equal on all ranks
                 self._publish()
         except StoreTimeout:
             pass

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import SLURMEnvironment
 
 from lightning_sparse import _compat
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
@@ -140,6 +141,8 @@ class GroupTold(Told):
     def strike(self, *_: object) -> None:
         self.count -= 1
         if self.count == 0:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGUSR1)  # as SLURM does
             subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
 
 
@@ -167,6 +170,54 @@ def test_the_workers_of_a_data_loader_get_the_signal_too_and_load_the_last_batch
     assert 5 <= ranks[0][0] < 128
     assert ranks[0][1:] == ("pl_worker_init_function",) * 2  # once, although the second fit gets the same loader
     assert (tmp_path / "on_exception.ckpt").exists()
+
+
+class Requeued(Told):
+    """Sends this process SLURM's signal before the time limit."""
+
+    def strike(self, *_: object) -> None:
+        self.count -= 1
+        if self.count == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def requeued(rank, size, folder, told):
+    slurm = {"NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "JOB_ID": 17}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    callbacks = [Requeued(*PLACES[rank])] if rank in told else []
+    ends = []
+    for each in (callbacks, []):
+        run = trainer(
+            strategy("topk", 0.1, process_group_backend="gloo", exchange="update"),
+            size,
+            callbacks=each,
+            default_root_dir=folder,
+            plugins=[SLURMEnvironment()],
+        )
+        model = Net(torch.optim.AdamW, lr=0.01)
+        try:
+            run.fit(model, Loader(rank, size, BATCHES))
+            ends.append("complete")
+        except SystemExit as error:
+            ends.append(error.code)
+        ends.append(run.global_step)
+    return ends, model.weights
+
+
+@pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=full)])
+def test_slurms_signal_saves_a_checkpoint_of_one_batch_and_requeues_the_job_once(told, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    (first, weights), (second, theirs) = lightning_ranks(2, requeued, 2, tmp_path, told)
+    assert first == second
+    assert first[0] is None
+    assert 5 <= first[1] < BATCHES
+    assert first[2:] == ["complete", BATCHES]
+    assert torch.equal(weights, theirs)
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert len(list(tmp_path.glob("hpc_ckpt_1.ckpt.residuals/*"))) == 2
 
 
 class Peers(pl.Callback):
