@@ -7,6 +7,7 @@ with the oldest and the newest supported versions.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,7 +58,7 @@ def new_named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) ->
             dist.get_rank(parent),
             ranks,
             dist.get_backend(parent),
-            default_store(),
+            default_store().clone(),  # gloo locks a client until all ranks have arrived
             name,
             timeout=timeout,
             device_id=device,
@@ -298,28 +299,46 @@ def accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def replace_sigterm_notifier(trainer: Any, notifier: Callable[[int, Any], None]) -> Callable[[], None]:
-    """Replace the function that Lightning calls on SIGTERM, and return a function that undoes this.
+def replace_signal_functions(
+    trainer: Any, on_sigterm: Callable[[int, Any], None], on_requeue: Callable[[int, Any], None]
+) -> Callable[[], None]:
+    """Replace the functions that Lightning calls on SIGTERM and on SLURM's requeue signal; return the undo function.
 
-    In Lightning 2.6 the original function is a collective. A second collective asks in each batch whether rank 0
-    received SIGTERM; it is disabled too. Call this function when fit starts, before Lightning sets its handlers.
+    In Lightning 2.6 the original function for SIGTERM is a collective. A second collective asks in each batch whether
+    rank 0 received SIGTERM; it is disabled too. Call this function when fit starts, before Lightning sets its handlers.
     Private in Lightning 2.5 and 2.6.
     """
     connector, loop, broadcast = trainer._signal_connector, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-    connector._sigterm_notifier_fn = notifier
+    connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn = on_sigterm, on_requeue
     if hasattr(loop, broadcast):
         setattr(loop, broadcast, lambda: None)
 
     def undo() -> None:
-        vars(connector).pop("_sigterm_notifier_fn", None)
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(connector).pop(name, None)
         vars(loop).pop(broadcast, None)
 
     return undo
 
 
+def save_and_requeue(trainer: Any) -> None:
+    """Save a checkpoint and requeue the SLURM job, as Lightning does on SIGUSR1. Private in Lightning 2.5 and 2.6."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
+
+
 def receive_sigterm(trainer: Any) -> None:
     """Make Lightning end training after the batch, as if SIGTERM had just arrived. Private in Lightning 2.5 and 2.6."""
     trainer._signal_connector.received_sigterm = True
+
+
+def seed_workers(trainer: Any, loader: Any) -> None:
+    """Make the workers of a loader set their seeds, if the user wants it. Lightning itself may do so later.
+
+    It changes only loaders without a `worker_init_fn`. Private in Lightning 2.5 and 2.6.
+    """
+    connector: Any = sys.modules[type(trainer._data_connector).__module__]
+    connector._auto_add_worker_init_fn(loader, trainer.global_rank)
 
 
 def sigterm_exception(trainer: Any) -> type[SystemExit]:

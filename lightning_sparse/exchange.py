@@ -203,7 +203,7 @@ class Exchange:
         rows = self.all_gather(payload)
         if not self._checks_on_device or (strict and not self.in_sync):
             worst: Any = self.comm.to_host_async(self._root.worst)()
-            self._raise(worst - OK)
+            self._raise(worst)
         return rows
 
     def all_gather(self, payload: Payload) -> Payload:
@@ -262,13 +262,13 @@ class Exchange:
         status = self._root.worst
         worst: Callable[[], Any] = self.comm.to_host_async(status)
         if not self._checks_on_device:
-            self._raise(worst() - OK)
+            self._raise(worst())
             return
         # Free memory that `deferred` does not need.
         self.ctx, self.precompressed = replace(self.ctx, stats=None, payout=None), None
         found, fine = self._root._found or (None, None)
         self.step_ok = fine if found is status else status == OK
-        self.deferred = lambda: self._raise(worst() - OK)
+        self.deferred = lambda: self._raise(worst())
 
     def _check(self, u: Tensor, floats: Sequence[Tensor], ctx: Context) -> None:
         """Note non-finite elements, on the CPU. `floats` contain one if `u` does, or if `u` cannot be compressed."""
@@ -334,14 +334,14 @@ class Exchange:
         if worst != OK:
             self._note_status(torch.tensor(worst, device=self.device))
             # Raise non-finite gradients later, when all ranks know of them.
-            self._raise(int(self._root.worst) - OK, only=(CORRUPT, OUT_OF_STEP))
+            self._raise(int(self._root.worst), only=(CORRUPT, OUT_OF_STEP))
         return payload
 
-    def _raise(self, difference: int, only: Sequence[int] | None = None) -> None:
-        """Raise the error of a status, which is given as its difference from OK."""
-        if difference == 0:
+    def _raise(self, status: int, only: Sequence[int] | None = None) -> None:
+        """Raise the error of a status, unless it is OK. `only`: raise these error codes only."""
+        if status == OK:
             return
-        status, ctx = difference + OK, self._root.ctx
+        ctx = self._root.ctx
         rank = ((status - FAILED) >> 32) - 1
         code = status - status_of(rank)
         if only is not None and code not in only:

@@ -66,7 +66,7 @@ def steps(comm: Comm, aggregator: Aggregator, index_format: str = "int32", count
 
 def calls(name: str, size: int) -> int:
     """Return how many collectives two steps make."""
-    return simulate(size, lambda comm: (steps(comm, AGGREGATORS[name], count=2), comm._calls)[1])[0]
+    return simulate(size, lambda comm: (steps(comm, AGGREGATORS[name], count=2), comm._counts["done"])[1])[0]
 
 
 def on_call(comm: Comm, number: int, change) -> Comm:

@@ -42,9 +42,10 @@ def test_rank_0_copies_no_buffers():
 
 def test_a_broadcast_is_one_message_whatever_the_tensors():
     def rank(comm: Comm) -> tuple[int, list[Tensor]]:
-        tensors, before = [*made(comm.rank), torch.inference_mode()(torch.full)((2,), float(comm.rank))], comm._begun
+        tensors = [*made(comm.rank), torch.inference_mode()(torch.full)((2,), float(comm.rank))]
+        before = comm._counts["begun"]
         broadcast(comm, tensors, torch.device("cpu"))
-        return comm._begun - before, tensors
+        return comm._counts["begun"] - before, tensors
 
     for messages, received in simulate(3, rank):
         assert messages == 1
@@ -86,9 +87,9 @@ def test_messages_have_a_most_length(monkeypatch):
 
     def rank(comm: Comm) -> tuple[int, list[Tensor]]:
         tensors = [torch.full((n,), float(comm.rank)) for n in (4, 6, 1, 20, 1)]  # 16, 24, 4, 80 and 4 bytes
-        before = comm._begun
+        before = comm._counts["begun"]
         broadcast_differing(comm, tensors, CPU)
-        return comm._begun - before, tensors
+        return comm._counts["begun"] - before, tensors
 
     for messages, tensors in simulate(2, rank):
         assert messages == 1 + 4  # hashes, and 16 + 24, 4, 80, 4

@@ -371,7 +371,7 @@ def counted(rank: int) -> tuple[int, int, list[float]]:
     comm.use(comm.group, Peers(comm.store, "session", rank, range(4), ranks))
     everyone = comm.of_all()
     found = everyone.all_gather(torch.tensor([float(rank)])).flatten().tolist()
-    return comm._calls, comm._begun, found
+    return comm._counts["done"], comm._counts["begun"], found
 
 
 def test_a_part_counts_the_calls_of_all_ranks():
@@ -512,3 +512,11 @@ def test_a_store_that_is_gone_is_asked_for_failed_ranks_no_more():
     for _ in range(3):
         peers.respond()
     assert store.calls == 1
+
+
+def test_a_reason_that_the_store_would_reject_is_cut():
+    """torch's store takes 8 MiB at most."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = Peers(store, "group", 0, range(2))
+    peers.mark_failed("The reason. " + "x" * (9 << 20))
+    assert peers.reported().startswith("The reason. xx")

@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
+from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning_fabric.utilities.seed import pl_worker_init_function
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -36,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import lightning_sparse
 from lightning_sparse import _compat
 from lightning_sparse._lightning import SUPPORTED
+from lightning_sparse.comm.store import in_thread
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
 
@@ -419,6 +424,21 @@ def test_a_group_has_the_name_it_is_given_whatever_groups_a_rank_has_made():
     assert run_ranks(2, named_group) == [("a name of ours", [3], True, False)] * 2
 
 
+def group_of_absent_ranks(rank: int) -> bool:
+    if rank == 0:
+        make = partial(_compat.new_named_group, dist.group.WORLD, "a name of ours", timedelta(seconds=20))
+        threading.Thread(target=make, daemon=True).start()
+        time.sleep(1)
+        call = in_thread(lambda: _compat.default_store().check(["any key"]), "check")
+        return bool(wait([call], 5).done)
+    return True
+
+
+def test_while_a_group_waits_for_a_rank_other_threads_use_the_store():
+    """Gloo holds the lock of its client until all ranks have arrived."""
+    assert run_ranks(2, group_of_absent_ranks) == [True, True]
+
+
 def group_of_a_bound_device(rank: int) -> tuple[list[object], bool]:
     c10d, world, asked = dist.distributed_c10d, dist.group.WORLD, []
     device = torch.device("cuda", 0)
@@ -563,7 +583,8 @@ def test_names_of_modules_whose_activations_are_recomputed():
 def test_sigterm():
     run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
     loop, told, before = run.fit_loop.epoch_loop, [], signal.getsignal(signal.SIGTERM)
-    undo = _compat.replace_sigterm_notifier(run, lambda number, frame: told.append(number))
+    note = lambda number, frame: told.append(number)  # noqa: E731
+    undo = _compat.replace_signal_functions(run, note, note)
     try:
         run._signal_connector.register_signal_handlers()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -579,8 +600,32 @@ def test_sigterm():
         loop._broadcast_sigterm_tensor()  # raises no SIGTERMException
     undo()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
-    assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
+    assert vars(run._signal_connector).keys().isdisjoint({"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"})
     assert _compat.sigterm_exception(run) is SIGTERMException
+
+
+def test_lightning_saves_and_requeues(monkeypatch, tmp_path):
+    run = pl.Trainer(accelerator="cpu", devices=1, barebones=True, default_root_dir=tmp_path)
+    saved = []
+    monkeypatch.setattr(run, "save_checkpoint", saved.append)
+    monkeypatch.setattr("pytorch_lightning.trainer.connectors.signal_connector.call", saved.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    _compat.save_and_requeue(run)
+    assert saved == [str(tmp_path / "hpc_ckpt_1.ckpt"), ["scontrol", "requeue", "17"]]
+
+
+def test_the_workers_of_a_loader_get_their_seeds(monkeypatch):
+    run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
+    loader = torch.utils.data.DataLoader([0])
+    _compat.seed_workers(run, loader)
+    assert loader.worker_init_fn is None
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    _compat.seed_workers(run, loader)
+    assert loader.worker_init_fn.func is pl_worker_init_function
+    loader.worker_init_fn = print
+    _compat.seed_workers(run, loader)
+    assert loader.worker_init_fn is print
 
 
 def imported_beside(folder: Path, **versions: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_sparse.comm import POLL, Termination, termination
+from lightning_sparse.comm.peers import Peers
 from lightning_sparse.comm.store import StoreTimeout
 from tests.support.tiers import one_in
 
@@ -20,7 +21,7 @@ def pair(monkeypatch):
     monkeypatch.setattr(termination, "Worker", Mock())
     monkeypatch.setattr(termination, "AGREE_SECONDS", 0.2)
     store = dist.HashStore()
-    return [Termination(store, "group", rank, [10, 11]) for rank in range(2)]
+    return [Termination(store, Peers(store, "group", rank, [10, 11])) for rank in range(2)]
 
 
 def test_by_hand(pair):
@@ -116,7 +117,7 @@ def test_a_rank_that_comes_too_late_hears_of_the_request(pair, monkeypatch):
 def of_rank_0_and_1(monkeypatch):
     monkeypatch.setattr(termination, "Worker", Mock())
     store = dist.HashStore()
-    return [Termination(store, "group", rank, [0, 1]) for rank in range(2)]
+    return [Termination(store, Peers(store, "group", rank, [0, 1])) for rank in range(2)]
 
 
 def test_the_rank_that_hosts_the_store_leaves_last(of_rank_0_and_1):
@@ -193,7 +194,7 @@ def test_all_ranks_end_after_the_same_batch(size, every, monkeypatch):
         naps = [[chance.choice([0, 0, 0.002]) for _ in range(100)] for _ in range(size)]
 
         def train(rank, store=store, ended=ended, meeting=meeting, told=told, naps=naps):
-            part = Termination(store, "group", rank, range(size))
+            part = Termination(store, Peers(store, "group", rank, range(size)))
             for batch in range(1, 100_000):
                 last = part.begin()
                 time.sleep(naps[rank][batch % 100])

@@ -49,14 +49,6 @@ class Comm(abc.ABC):
         self._counts = Counter[str]()  # collectives that the host has started and completed
 
     @property
-    def _begun(self) -> int:
-        return self._counts["begun"]
-
-    @property
-    def _calls(self) -> int:
-        return self._counts["done"]
-
-    @property
     def is_first(self) -> bool:
         """Whether this rank logs messages about all ranks."""
         return self.rank == 0

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_sparse.comm.base import POLL, RankFailure
-from lightning_sparse.comm.peers import lost_store, rank_list, silent_store
+from lightning_sparse.comm.peers import LONGEST, lost_store, rank_list, silent_store
 from lightning_sparse.comm.store import BoundedStore, StoreTimeout
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class Handshake:
 
     def _object(self, session: str, reason: str) -> None:
         self._reason = reason
-        self._store.compare_set(f"{self._prefix}/{session}/objection", "", _encodable(reason))
+        self._store.compare_set(f"{self._prefix}/{session}/objection", "", _encodable(reason[:LONGEST]))
 
     def _raise_if_refused(self) -> None:
         entry = self._get("refused")

@@ -19,6 +19,8 @@ ANSWER_SECONDS = 1.5
 JOIN_SECONDS = 5.0
 """Seconds to wait for a thread of this package to end. If a thread returns from the store during the interpreter's
 shutdown, it aborts the process. The limit is needed because the process that hosts the store may be frozen."""
+LONGEST = 1 << 16
+"""Characters of a reason that the store gets. torch's store takes 8 MiB at most."""
 
 
 class Peers:
@@ -187,7 +189,8 @@ class Peers:
 
     def _put(self, key: str, text: str) -> None:
         """Set a key if it is not set yet."""
-        self._write(lambda: self._store.compare_set(key, "", text.encode(errors="backslashreplace").decode()))
+        short = text[:LONGEST].encode(errors="backslashreplace").decode()
+        self._write(lambda: self._store.compare_set(key, "", short))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Call a function that writes to the store, but not in a forked child. Never raise an error."""

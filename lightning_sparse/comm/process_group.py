@@ -91,11 +91,11 @@ class ProcessGroupComm(Comm):
 
     def mark_done(self, reason: str) -> None:
         """Record that this rank makes no further calls. Peers that wait for it will fail."""
-        self.peers.mark_done(self._calls, reason)
+        self.peers.mark_done(self._counts["done"], reason)
 
     def mark_pause(self, reason: str) -> None:
         """Record that this rank waits until all ranks have called this. Peers that make calls before will fail."""
-        self.peers.mark_pause(self._calls, reason)
+        self.peers.mark_pause(self._counts["done"], reason)
 
     def outside(self) -> ProcessGroupComm:
         """Return a connection over the group of `__init__`."""
@@ -105,7 +105,7 @@ class ProcessGroupComm(Comm):
 
     def diagnose(self) -> str:
         """Return why a collective failed, as far as this is known."""
-        return self.peers.diagnose(self._begun)
+        return self.peers.diagnose(self._counts["begun"])
 
     def respond(self) -> None:
         """Reply to a failed rank that polls its peers."""
@@ -113,7 +113,7 @@ class ProcessGroupComm(Comm):
 
     def raise_if_peer_failed(self) -> None:
         """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""
-        self.peers.raise_if_failed(self._begun)
+        self.peers.raise_if_failed(self._counts["begun"])
 
     def poll(self) -> None:
         """Raise RankFailure if another rank has failed; reply to a failed rank that polls its peers."""

@@ -125,7 +125,10 @@ def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], No
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run `call` in a daemon thread; return a future for its result or error."""
+    """Run `call` in a daemon thread; return a future for its result or error.
+
+    Python 3.12 starts no thread while the interpreter exits. Then `call` runs in this thread, without a time limit.
+    """
     result: Future[T] = Future()
 
     def run() -> None:
@@ -134,5 +137,8 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        run()
     return result

@@ -1,6 +1,6 @@
 """Ends training on all ranks after the same batch when one rank is asked to end (SIGTERM).
 
-    termination = Termination(store, request, rank, ranks)
+    termination = Termination(store, peers)
     termination.request()             # in the signal handler
     last = termination.begin()        # before each batch: whether it is the last one
     requested = termination.finish()  # after the last batch of training: whether to end with an error nevertheless
@@ -20,13 +20,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_sparse.comm.peers import ANSWER_SECONDS
+from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.store import BoundedStore, StoreTimeout, meet
 from lightning_sparse.comm.worker import Worker
 
@@ -36,45 +34,20 @@ FINISH_SECONDS = 5.0
 """Seconds to wait after the last batch for slower ranks, and at the end for ranks that still need the store."""
 
 
-class _Place(NamedTuple):
-    """This rank's place among the ranks, and the keys in the store.
-
-    Attributes:
-        rank: this rank's global number.
-        member: this rank within the group.
-        request: the key of a request to end.
-        ranks: the key of each rank of the group.
-    """
-
-    rank: int
-    member: int
-    request: str
-    ranks: list[str]
-
-    @property
-    def own(self) -> str:
-        """This rank's key."""
-        return self.ranks[self.member]
-
-
 class Termination:
     """One rank's side of the agreement on a last batch.
 
     Args:
         store: a client that no other code waits with; see `default_store`.
-        request: the key of a request to end, and the start of all keys in the store; see `Peers.terminating`.
-        rank: this rank within the group.
-        ranks: global rank numbers of the group.
+        peers: this rank and the others. `Peers.terminating` is the key of a request, and the start of all keys.
 
     Attributes:
         requested: whether this rank was asked to end.
-        reason: sentence that names the rank that was asked to end; "" if this rank knows of none.
+        reason: sentence that names the first rank that was asked to end, and the signal; "" if this rank knows of none.
     """
 
-    def __init__(self, store: Store, request: str, rank: int, ranks: Sequence[int]) -> None:
-        self._store = BoundedStore(store, ANSWER_SECONDS)
-        keys = [f"{request}/{member}" for member in range(len(ranks))]
-        self._place = _Place(ranks[rank], rank, request, keys)
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self._store, self._peers = BoundedStore(store, ANSWER_SECONDS), peers
         self._trainings = 0  # a learning rate finder runs one before the main training
         self._all_finished = False  # whether all ranks have finished the present training
         self._begun = (0, 0)  # batches of training, and batches of validation since then
@@ -86,9 +59,23 @@ class Termination:
         self._watcher = Worker(look=self._watch)
         self._watcher.start()
 
-    def request(self) -> None:
-        """Ask this rank to end, and the others through the store. Call it from a signal handler."""
-        self.requested, self.reason = True, f"Rank {self._place.rank} was told to end (SIGTERM)."
+    @property
+    def _keys(self) -> list[str]:
+        """The key of each rank of the group."""
+        return [f"{self._peers.terminating}/{rank}" for rank in range(len(self._peers.ranks))]
+
+    @property
+    def _rank(self) -> int:
+        """This rank's global number."""
+        return self._peers.ranks[self._peers.rank]
+
+    def request(self, name: str = "SIGTERM") -> None:
+        """Ask this rank to end, and the others through the store. Call it from a signal handler.
+
+        Args:
+            name: the name of the signal.
+        """
+        self.requested, self.reason = True, self.reason or f"Rank {self._rank} was told to end ({name})."
         self._look()
 
     def begin(self, *, validation: bool = False) -> bool:
@@ -110,9 +97,9 @@ class Termination:
     def finish(self) -> bool:
         """Return, after the last batch, whether a rank was asked to end; equal on all ranks if all call it in time."""
         self._trainings += 1
-        own, place = self.reason if self.requested else "", self._place
-        key = f"{place.request}/finished/{self._trainings}"
-        reasons = meet(self._store, key, place.member, len(place.ranks), own, FINISH_SECONDS)
+        own, peers = self.reason if self.requested else "", self._peers
+        key = f"{peers.terminating}/finished/{self._trainings}"
+        reasons = meet(self._store, key, peers.rank, len(peers.ranks), own, FINISH_SECONDS)
         if reasons is None:
             return bool(self.reason)
         self._all_finished = True
@@ -132,11 +119,12 @@ class Termination:
         if not self._all_finished:
             return
         with contextlib.suppress(StoreTimeout, dist.DistError):
-            if self._place.rank == 0:
-                others = [key for key in self._place.ranks if key != self._place.own]
-                self._store.has_within(FINISH_SECONDS, [key + "/left" for key in others])
+            left = [key + "/left" for key in self._keys]
+            own = left.pop(self._peers.rank)
+            if self._rank == 0:
+                self._store.has_within(FINISH_SECONDS, left)
             else:
-                self._store.set(self._place.own + "/left", "")
+                self._store.set(own, "")
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # keep the thread alive, because other ranks wait for its entry
@@ -147,11 +135,10 @@ class Termination:
         try:
             if self._silent:
                 pass
-            elif self.requested:
-                self._store.compare_set(self._place.request, "", self.reason)
-                self._publish()
-            elif self._store.check([self._place.request]):
-                self.reason = self._store.get(self._place.request).decode()
+            elif self.requested or self._store.check([self._peers.terminating]):
+                if self.requested:
+                    self._store.compare_set(self._peers.terminating, "", self.reason)
+                self.reason = self._store.get(self._peers.terminating).decode()  # equal on all ranks
                 self._publish()
         except StoreTimeout:
             pass
@@ -160,7 +147,7 @@ class Termination:
                 self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
 
     def _publish(self) -> None:
-        self._store.set(self._place.own, "{} {}".format(*self._freeze()))
+        self._store.set(self._keys[self._peers.rank], "{} {}".format(*self._freeze()))
         self._silent = True
 
     def _freeze(self) -> tuple[int, int]:
@@ -174,8 +161,8 @@ class Termination:
         deadline = time.monotonic() + AGREE_SECONDS
         while time.monotonic() < deadline:
             try:
-                if self._store.check(self._place.ranks):
-                    begun = (self._store.get(key).split() for key in self._place.ranks)
+                if self._store.check(self._keys):
+                    begun = (self._store.get(key).split() for key in self._keys)
                     return max((int(training), int(validations)) for training, validations in begun)
             except StoreTimeout:
                 pass

@@ -10,6 +10,7 @@ After an error it runs no more items, and all pending futures get the error.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -44,7 +45,6 @@ class _Work(NamedTuple):
     future: Future[Any]
     call: Callable[[], Any]
     ready: torch.cuda.Event | None
-    otherwise: Callable[[], None]
 
 
 class Worker:
@@ -73,40 +73,34 @@ class Worker:
         self.stream, self._over_nccl = stream, over_nccl
         self._look, self._failed, self._free = look, failed, free
         self.error: BaseException | None = None
-        self._queue: queue.Queue[_Work | Callable[[], None] | None] = queue.Queue()  # a function ends the thread
+        self._queue: queue.Queue[_Work | None] = queue.Queue()  # None ends the thread
         self._thread: threading.Thread | None = None
-        self._pid, self._lock = os.getpid(), threading.Lock()
-        self._is_dropping = self._has_ended = False
+        self._pid, self._lock = os.getpid(), threading.RLock()  # the garbage collector may call `end` anywhere
+        self._is_dropping = False
+        self._last: Callable[[], None] | None = None  # the thread calls it at its end; set by `end`
 
     def start(self) -> None:
         """Start the thread. Call it in the training process, because a thread does not survive fork or pickling."""
         with self._lock:
-            if self._thread is None and not self._has_ended:
+            if self._thread is None and self._last is None:
                 _started.add(self)
                 args = (inherit_thread_settings(self.stream),)
                 self._thread = threading.Thread(target=self._run, args=args, name="lightning_sparse", daemon=True)
                 self._thread.start()
 
-    def submit(
-        self,
-        call: Callable[[], Any],
-        ready: torch.cuda.Event | None = None,
-        otherwise: Callable[[], None] = _nothing,
-    ) -> Future[Any]:
-        """Run `call` in the thread, and return a future for its result or error.
+    def submit(self, call: Callable[[], Any], ready: torch.cuda.Event | None = None) -> Future[Any]:
+        """Run `call` in the thread, and return a future for its result or error. A skipped item has an error, too.
 
         Args:
             call: the work item.
             ready: on CUDA, the event that the item waits for on the device.
-            otherwise: function that is called if the item fails or is skipped.
         """
-        work = _Work(Future(), call, ready, otherwise)
+        work = _Work(Future(), call, ready)
         with self._lock:
-            has_ended = self._has_ended
+            has_ended = self._last is not None
             if not has_ended:
                 self._queue.put(work)
         if has_ended:
-            otherwise()
             work.future.set_exception(RuntimeError("The exchange was closed."))
         else:
             self.start()
@@ -164,13 +158,14 @@ class Worker:
         """
         if os.getpid() != self._pid:  # a forked child has no thread
             return
-        with self._lock:
-            self._has_ended, thread = True, self._thread
-            by_itself = thread is threading.current_thread()
-            if thread is not None:
-                self._queue.put(partial(last, False) if by_itself else _nothing)
-        if by_itself:
+        if self._thread is threading.current_thread():  # it may hold the queue's lock, so use no lock
+            self._last = partial(last, False)
             return
+        with self._lock:
+            thread = self._thread
+            if thread is not None:
+                self._queue.put(None)
+            self._last = self._last or _nothing
         if thread is not None:
             thread.join(JOIN_SECONDS)
         last(thread is not None and thread.is_alive())
@@ -179,18 +174,18 @@ class Worker:
 
     def _run(self, prepare: Callable[[], None]) -> None:
         prepare()
-        while isinstance(work := self._next(), _Work):
+        while (work := self._next()) is not None:
             had_failed = self.error is not None
             self._do(work)
             del work  # release its tensors
             self._queue.task_done()
             if self.error is not None and not had_failed:
                 self._free()
-        if work is not None:
-            work()
+        if self._last is not None:
+            self._last()
 
     def _do(self, work: _Work) -> None:
-        future, call, ready, otherwise = work
+        future, call, ready = work
         try:
             if self.error is not None:
                 raise self.error
@@ -202,19 +197,24 @@ class Worker:
         except BaseException as error:  # raised again in the training thread
             if self.error is None and not self._is_dropping:
                 self.error = error
-                self._failed(error)
-            otherwise()
+                with contextlib.suppress(Exception):  # the training thread waits for the first error
+                    self._failed(error)
             future.set_exception(error)
 
-    def _next(self) -> _Work | Callable[[], None] | None:
-        while True:
+    def _next(self) -> _Work | None:
+        while self._last is None or not self._queue.empty():
             try:
-                return self._queue.get(timeout=POLL.total_seconds())
+                work = self._queue.get(timeout=POLL.total_seconds())
             except queue.Empty:
                 if self._look is not None:
                     self._look()
                     continue
-            with self._lock:
-                if self._queue.empty():
-                    self._thread = None
-                    return None
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        return None
+                continue
+            if work is None:
+                self._queue.task_done()
+            return work
+        return None

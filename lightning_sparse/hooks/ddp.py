@@ -133,15 +133,16 @@ def exchange_gradients(
         timeout=timeout,
         settings=lambda: {"parameters and buffers": described(states)},
     )
-    session.reducer.takes_buckets(parameters())
+    params = parameters()
+    session.reducer.takes_buckets(params)
     rates = Rates(session.comm, optimizers, ddp.device)
-    exchanger = GradientExchanger(session, ddp, parameters(), rates)
+    exchanger = GradientExchanger(session, ddp, params, rates)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
         session.open_connections()  # connecting within backward may wait for the device, which waits for this rank
         rates.compare()
         if session.stream is not None:
-            session.dry_run(parameters())
+            session.dry_run(params)
         ddp.register_comm_hook(exchanger, on_bucket)
     except BaseException as error:
         exchanger.fail(error)

@@ -161,7 +161,8 @@ class GradientExchanger(Exchanger):
         return future
 
     def _submit(self, bucket: Bucket) -> None:
-        self._worker.submit(partial(self._reduce, bucket), bucket.ready, otherwise=bucket.complete)
+        work = self._worker.submit(partial(self._reduce, bucket), bucket.ready)
+        work.add_done_callback(lambda done: done.exception() and bucket.complete())  # type: ignore[func-returns-value]
 
     def _end_of_backward(self) -> None:
         """Wait for the thread and raise its exception. It runs before DDP itself waits for the futures.

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lightning_sparse
 from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
@@ -222,6 +223,7 @@ class Session:
             others = settings()
         name = _handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
             {
+                "__version__ of lightning_sparse": lightning_sparse.__version__,  # the first in the order of names
                 "method": repr(method),
                 "exchanged": repr(exchanged),
                 "size of the group": self.comm.size,
@@ -453,7 +455,6 @@ class Session:
                 device, until a rank has failed or has ended with fewer exchanges.
         """
         failed = failed or self.error is not None or isinstance(self._done, _Launching)  # an interrupted one
-        found = None
         if not failed:
             try:
                 while not self._done():
@@ -462,8 +463,8 @@ class Session:
                 self.reducer.raise_deferred()
             except Exception as error:  # no later step can raise it
                 log.error(f"{error}")
-                found = self.error = error
-        self.close(pending=failed or found is not None)
+                self.error, failed = error, True
+        self.close(pending=failed)
 
     # The following methods watch the device, on which collectives may wait for a failed rank.
 

@@ -4,6 +4,11 @@ Lightning 2.6 broadcasts in each batch whether rank 0 has received SIGTERM. All 
 CUDA for the device. Lightning's signal handler calls a collective, too. If other ranks call another collective at that
 time, gloo aborts their processes. Here a thread of each rank polls the store. No rank waits before a rank has received
 the signal or training ends.
+
+torchrun and SLURM signal the workers of a DataLoader, too. They survive it, because they load the last batch.
+
+SLURM's requeue signal, which Lightning handles by default, ends training in the same way. Lightning's handler saves the
+checkpoint wherever each rank is. Here it runs after the last batch.
 """
 
 from __future__ import annotations
@@ -11,12 +16,23 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from lightning_sparse._compat import receive_sigterm, replace_sigterm_notifier, sigterm_exception
+from lightning_sparse._compat import (
+    receive_sigterm,
+    replace_signal_functions,
+    save_and_requeue,
+    seed_workers,
+    sigterm_exception,
+)
 from lightning_sparse.comm import ProcessGroupComm, Termination
 
 log = logging.getLogger(__name__)
+WORKER_SECONDS = 60
+"""Seconds that a DataLoader's worker lives after SIGTERM, unless the rank ends it."""
 
 
 class CoordinatedShutdown:
@@ -31,9 +47,15 @@ class CoordinatedShutdown:
 
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
         self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
-        peers = comm.peers
-        self._termination = Termination(comm.store, peers.terminating, peers.rank, peers.ranks)
-        self._undo = replace_sigterm_notifier(trainer, self._on_sigterm)
+        self._termination = Termination(comm.store, comm.peers)
+        self._undo = replace_signal_functions(trainer, self._on_sigterm, self._on_requeue)
+
+    def protect_workers(self, loader: Any) -> None:
+        """Let the workers of a DataLoader survive SIGTERM."""
+        if getattr(loader, "num_workers", 0) and hasattr(loader, "worker_init_fn") and hasattr(signal, "alarm"):
+            seed_workers(self._trainer, loader)
+            if getattr(loader.worker_init_fn, "func", None) is not survive_sigterm:  # of an earlier fit
+                loader.worker_init_fn = partial(survive_sigterm, loader.worker_init_fn)
 
     def begin(self, *, validation: bool = False) -> None:
         """Let Lightning end training after the batch that begins now, if the ranks have agreed on this batch."""
@@ -51,8 +73,15 @@ class CoordinatedShutdown:
         return self._ends and isinstance(error, sigterm_exception(self._trainer))
 
     def explain(self, error: BaseException) -> None:
-        """If another rank received SIGTERM, set the error's message and this process's exit status 1."""
-        if isinstance(error, SystemExit) and self.ends_by(error) and not self._termination.requested:
+        """If another rank received SIGTERM, set the error's message and this process's exit status 1.
+
+        After SLURM's requeue signal, save Lightning's checkpoint for the next run and requeue the job instead.
+        """
+        if not isinstance(error, SystemExit) or not self.ends_by(error):
+            return
+        if "(SIGTERM)" not in self._termination.reason:
+            save_and_requeue(self._trainer)
+        elif not self._termination.requested:
             error.code = self._reason()
             error.args = (error.code,)
 
@@ -86,3 +115,22 @@ class CoordinatedShutdown:
         if not self._termination.requested and launcher is not None:
             launcher.kill(number)  # the ranks that this process has started
         self._termination.request()
+
+    def _on_requeue(self, number: int, frame: Any) -> None:
+        if os.getpid() == self._pid:  # a forked child is no rank
+            self._termination.request(signal.Signals(number).name)
+
+
+def survive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
+    """Let a DataLoader's worker survive SIGTERM for `WORKER_SECONDS`, and SIGUSR1. Call the loader's `worker_init_fn`.
+
+    Args:
+        init: the `worker_init_fn`.
+        worker: the worker's number.
+    """
+    if threading.current_thread() is threading.main_thread():  # the workers of some loaders are threads
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_SECONDS))
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # SLURM's requeue signal would end a spawned worker
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if init is not None:
+        init(worker)

@@ -92,6 +92,12 @@ class TrainerCalls:
             )
         super().setup_optimizers(trainer)
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        if self._shutdown is not None:
+            self._shutdown.protect_workers(dataloader)
+        return dataloader
+
     # Training:
 
     def on_train_start(self) -> None:
@@ -175,7 +181,8 @@ class TrainerCalls:
         if self._shutdown is not None:
             self._shutdown.explain(exception)
         atexit.unregister(destroy_process_group)  # it would wait for collectives that may never complete
-        self._training.fail(exception)
+        if self._shutdown is None or not self._shutdown.ends_by(exception):
+            self._training.fail(exception)
 
     def teardown(self) -> None:
         # Lightning may call teardown after an exception, and before setup.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import lightning_sparse
 from lightning_sparse import NonFiniteGradient, RankFailure, Reducer, attach, attach_updates, simulate
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.hooks import session
@@ -61,6 +62,18 @@ def test_ranks_with_different_numbers_of_steps_before_an_exchange():
         assert "local_steps=2" in text
         assert "local_steps=3" in text
         assert seconds < SOON
+
+
+def attach_in_another_version(rank: int) -> tuple[str, str, float]:
+    begin, _ = training("gradient")
+    lightning_sparse.__version__ = f"0.{rank}"
+    return caught(lambda: begin(density=0.1 * (rank + 1)))
+
+
+def test_ranks_with_different_versions():
+    """It is the first difference, because another version may have other settings."""
+    for _, text, _ in run_ranks(2, attach_in_another_version):
+        assert "Ranks differ in __version__ of lightning_sparse: rank 0 has 0.0, rank 1 has 0.1." in text
 
 
 def test_one_of_three_ranks_with_different_settings():

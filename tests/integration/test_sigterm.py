@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import textwrap
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import SLURMEnvironment
 
 from lightning_sparse import _compat
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
@@ -131,6 +133,111 @@ def test_all_say_who_was_told_and_those_that_were_not_end_with_an_error(tmp_path
     assert len({rank[2] for rank in ranks}) == 1
     assert [len(names) for names in files] == [3] * 3
     assert [OTHERS in texts for texts in messages] == [False, True, False]  # the others raise it
+
+
+class GroupTold(Told):
+    """Lets another process send SIGTERM to this one and its DataLoader's worker, as torchrun does."""
+
+    def strike(self, *_: object) -> None:
+        self.count -= 1
+        if self.count == 0:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGUSR1)  # as SLURM does
+            subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], check=True, start_new_session=True)
+
+
+def group_told(rank, size, folder):
+    os.setpgid(0, 0)
+    os.environ["PL_SEED_WORKERS"] = "1"
+    keep = pl.callbacks.OnExceptionCheckpoint(folder)
+    told = GroupTold("on_train_batch_start", 5)
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, callbacks=[keep, told])
+    data = torch.utils.data.TensorDataset(torch.arange(16).repeat(64), torch.arange(4).repeat(256))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+    model = Net(torch.optim.AdamW, lr=0.01)
+    with pytest.raises(SystemExit):
+        run.fit(model, loader)
+    steps, init = run.global_step, run.train_dataloader.worker_init_fn
+    again = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, limit_train_batches=2)
+    again.fit(model, run.train_dataloader)
+    return steps, init.args[0].func.__name__, again.train_dataloader.worker_init_fn.args[0].func.__name__
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_workers_of_a_data_loader_get_the_signal_too_and_load_the_last_batch(tmp_path):
+    ranks = lightning_ranks(2, group_told, 2, tmp_path)
+    assert len(set(ranks)) == 1
+    assert 5 <= ranks[0][0] < 128
+    assert ranks[0][1:] == ("pl_worker_init_function",) * 2  # once, although the second fit gets the same loader
+    assert (tmp_path / "on_exception.ckpt").exists()
+
+
+class Requeued(Told):
+    """Sends this process SLURM's signal before the time limit."""
+
+    def strike(self, *_: object) -> None:
+        self.count -= 1
+        if self.count == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def requeued(rank, size, folder, told):
+    slurm = {"NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "JOB_ID": 17}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    callbacks = [Requeued(*PLACES[rank])] if rank in told else []
+    ends = []
+    for each in (callbacks, []):
+        run = trainer(
+            strategy("topk", 0.1, process_group_backend="gloo", exchange="update"),
+            size,
+            callbacks=each,
+            default_root_dir=folder,
+            plugins=[SLURMEnvironment()],
+        )
+        model = Net(torch.optim.AdamW, lr=0.01)
+        try:
+            run.fit(model, Loader(rank, size, BATCHES))
+            ends.append("complete")
+        except SystemExit as error:
+            ends.append(error.code)
+        ends.append(run.global_step)
+    return ends, model.weights
+
+
+@pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=full)])
+def test_slurms_signal_saves_a_checkpoint_of_one_batch_and_requeues_the_job_once(told, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    (first, weights), (second, theirs) = lightning_ranks(2, requeued, 2, tmp_path, told)
+    assert first == second
+    assert first[0] is None
+    assert 5 <= first[1] < BATCHES
+    assert first[2:] == ["complete", BATCHES]
+    assert torch.equal(weights, theirs)
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert len(list(tmp_path.glob("hpc_ckpt_1.ckpt.residuals/*"))) == 2
+
+
+class Peers(pl.Callback):
+    """Keeps the connection, to read afterwards which failure the ranks have reported."""
+
+    def on_train_start(self, run: pl.Trainer, *_: object) -> None:
+        self.peers = run.strategy.exchanger.comm.peers
+
+
+def told_at_the_same_place(rank, size):
+    peers = Peers()
+    callbacks = [peers, Told("on_train_batch_end", 5)]
+    run = trainer(strategy("topk", 0.1, process_group_backend="gloo"), size, callbacks=callbacks)
+    with pytest.raises(SystemExit):
+        run.fit(Net(torch.optim.AdamW, lr=0.01), Loader(rank, size, BATCHES))
+    return peers.peers.reported()
+
+
+def test_it_is_no_failure_that_would_interrupt_the_last_batch_of_others():
+    assert lightning_ranks(2, told_at_the_same_place, 2) == ["", ""]
 
 
 def told_in_validation(rank, size, folder):
