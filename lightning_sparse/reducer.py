@@ -152,6 +152,14 @@ class Reducer:
         """Expect flat gradients in memory order, as in DDP's buckets; state is saved in each parameter's shape."""
         self._states.take_memory_order(params)
 
+    def expect_later(self, names: Collection[str]) -> None:
+        """Keep loaded state of these other parameters for a later layout, and start missing state at zero.
+
+        Args:
+            names: the model's parameters that are not exchanged, because they are frozen for example.
+        """
+        self._states.later = names
+
     def setup(self, params: Mapping[str, Tensor], group_of: Mapping[str, int] | None = None) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
 

@@ -321,8 +321,8 @@ def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.
     saved = [kept["names"] for _, kept in sorted(state["optimizers"].items(), key=lambda each: int(each[0]))]
     here = [_names(model, optimizer) for optimizer in exchange.optimizers]
     odd = {name for names in saved for name in names} ^ {name for names in here for name in names}
-    if elements is not None:
-        odd |= elements.keys() ^ exchanged.keys()
+    if elements is not None:  # others may be frozen now, or have been frozen then
+        odd |= (elements.keys() ^ exchanged.keys()) - parameters_by_name(model).keys()
     if odd:
         raise ValueError(
             f"The checkpoint is of another model, or of optimizers of other parameters: they differ in "

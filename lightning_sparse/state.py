@@ -29,6 +29,7 @@ class SegmentStates:
         specs: declaration by name, for all parts of the method.
         by_segment: state of each segment in the layout's order.
         captures: CUDA graphs, whose kernels read and write the state.
+        later: names of parameters that may get state later; None if the saved parameters must be those of the layout.
         strides: strides by parameter name, for parameters whose elements are in memory order instead of row-major
             order, such as channels_last parameters in DDP's buckets. Saved tensors have the parameter's shape,
             regardless of its strides.
@@ -49,6 +50,8 @@ class SegmentStates:
         self.captures = Captures()
         self.strides: Mapping[str, tuple[int, ...]] = {}
         self.layout: Layout | None = None
+        self.later: Collection[str] | None = None
+        self._kept: dict[str, dict[str, Tensor]] = {}  # loaded state of such parameters, by name of the state
         self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
@@ -76,7 +79,7 @@ class SegmentStates:
 
     def clear(self) -> None:
         """Set all state to zero."""
-        self._loaded = None
+        self._loaded, self._kept = None, {}
         for state in self.by_segment:
             for name in list(state):
                 if self.specs[name].per == "segment":
@@ -101,7 +104,9 @@ class SegmentStates:
         """Return copies on the host; see `Reducer.state_dict`."""
         if self._loaded is not None:
             return dict(self._loaded)
-        elements: dict[str, Any] = {name: {} for name, spec in self.specs.items() if spec.per == "element"}
+        elements: dict[str, Any] = {
+            name: {**self._kept.get(name, {})} for name, spec in self.specs.items() if spec.per == "element"
+        }
         segments = {}
         for segment, state in zip(self.layout.segments if self.layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
@@ -136,25 +141,30 @@ class SegmentStates:
             log.warning(self._why_dropped(dropped))
         for name in fitting & saved["elements"].keys():
             per_param = saved["elements"][name]
-            if set(per_param) != set(layout.names):
-                odd, lacking = sorted(set(per_param) ^ set(layout.names)), set(per_param) - set(layout.names)
+            lacking = set(per_param).difference(layout.names, self.later or ())
+            added = set(layout.names) - set(per_param) if self.later is None else set()
+            if odd := sorted(lacking | added):
                 remedy = " If one is frozen now, let it require gradients before training begins." if lacking else ""
                 raise ValueError(f"Reducer state and model differ in their parameters: {', '.join(odd)}.{remedy}")
             for segment in layout.segments:
                 for param, shape in zip(segment.names, segment.shapes, strict=True):
-                    if tuple(per_param[param].shape) != shape:
+                    if param in per_param and tuple(per_param[param].shape) != shape:
                         raise ValueError(
                             f"Reducer state of {param!r} has shape {tuple(per_param[param].shape)}, not {shape}."
                         )
         # All checks have passed, so the following code cannot fail half-way.
         self.clear()
+        elements = {name: saved["elements"][name] for name in fitting & saved["elements"].keys()}
         for segment, state in zip(layout.segments, self.by_segment, strict=True):
-            for name in fitting & saved["elements"].keys():
+            for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
-                    self._shaped(param, shape, view).copy_(saved["elements"][name][param])
+                    if param in per_param:
+                        self._shaped(param, shape, view).copy_(per_param[param])
             for name, value in saved["segments"].get("\n".join(segment.names), {}).items():
                 if name in fitting:
                     state[name] = value.to(self._device, copy=True)
+        known = set(layout.names)
+        self._kept = {name: {x: per[x] for x in per if x not in known} for name, per in elements.items()}
 
     def _why_dropped(self, dropped: Mapping[str, str]) -> str:
         """Return the warning about dropped state, given as owner by name."""

@@ -45,10 +45,10 @@ from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
-from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, parameters_of, reshard
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.parameters import exchanged_parameters, is_excluded, not_ignored, others_settings
+from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,6 @@ class UpdateExchanger(Exchanger):
             warn_of_evaluation(optimizers)
             if method.is_sparse:
                 warn_of_signs(optimizers)
-            warn_of_frozen(optimizers)
             if is_default_rule:  # methods with a rule have the densities of their papers
                 warn_of_density(method, optimizers)
             return locals_of(exchanged_parameters(model, optimizers)[0])
@@ -622,18 +621,6 @@ def warn_of_signs(optimizers: Sequence[Optimizer]) -> None:
     signs = next(filter(takes_signs, optimizers), None)
     if signs is not None and dist.get_rank() == 0:
         log.warning(signs_message(signs))
-
-
-def warn_of_frozen(optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 if optimizers have more frozen elements than trained ones."""
-    params = [param for param in parameters_of(optimizers) if not is_excluded(param)]
-    frozen = sum(param.numel() for param in params if not param.requires_grad)
-    if 2 * frozen > sum(param.numel() for param in params) and dist.get_rank() == 0:
-        log.warning(
-            f"The optimizers have {frozen:,} frozen elements, more than trained ones. Ranks keep residuals of them, "
-            f"and count them for the density. Give optimizers only the parameters that require gradients, and add "
-            f"others by add_param_group when you unfreeze them."
-        )
 
 
 def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:

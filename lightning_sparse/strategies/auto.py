@@ -725,16 +725,13 @@ class _Choice:
 
     def _bytes(self, strategy: AutoStrategy) -> dict[str, float]:
         """Return the bytes that each candidate needs on this rank, in addition to dense averages."""
+        params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
+        fp32, weights = 4 * sum(param.numel() for param in params), sum(param.nbytes for param in params)
         found = dict.fromkeys(self.options, 0.0)
-        params = [*strategy.lightning_module.parameters()]
         for name, options in self.options.items():
             if options is not None:
-                updates = options.choose(strategy.optimizers)[0] == "update"  # those of frozen parameters, too
-                exchanged = parameters_of(strategy.optimizers) if updates else (x for x in params if x.requires_grad)
-                mine = [local(param) for param in exchanged]
-                fp32, weights = 4 * sum(param.numel() for param in mine), sum(param.nbytes for param in mine)
                 found[name] += fp32 * options.method.memory.error_feedback
-                if updates:
+                if options.choose(strategy.optimizers)[0] == "update":
                     found[name] += weights + 2 * fp32 * (options.overlap == "next_step")  # ranks agree on the weights
         return found
 

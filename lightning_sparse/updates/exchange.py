@@ -70,6 +70,7 @@ class DeltaExchange:
         weights = locals_of(self.parameters)
         if reducer.layout is None:
             reducer.setup(weights, numbers)
+        reducer.expect_later(parameters_by_name(model).keys() - self.parameters.keys())
         self._lay_out(weights, optimizer_of)
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
@@ -186,7 +187,7 @@ class DeltaExchange:
         return found
 
     def refresh_parameters(self, names: bool = False) -> None:
-        """Add parameters that optimizers were given since the last step; call it before each step.
+        """Add parameters that were unfrozen or given to optimizers since the last step; call it before each step.
 
         Args:
             names: whether to look for new names, too. This takes a pass over all modules.
@@ -194,7 +195,7 @@ class DeltaExchange:
         model = self._model()
         if model is None:
             return
-        present = owners_of_exchanged(model, self._optimizers)
+        present = owners_of_exchanged(model, self._optimizers, self.ids)
         by_name = parameters_by_name(model) if names else self.parameters
         number = {id(optimizer): number for number, optimizer in enumerate(self._optimizers)}
         if present == {
@@ -212,7 +213,7 @@ class DeltaExchange:
                 f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
             )
         before = self.parameters
-        self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers)
+        self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers, self.ids)
         name_of = {id(param): name for name, param in self.parameters.items()}
         now = {name: name_of[id(param)] for name, param in before.items()}  # PEFT and pruning rename parameters
         weights = {now[name]: w for each in self.segments for name, w in each.weights.items()}
@@ -221,10 +222,10 @@ class DeltaExchange:
         params = locals_of(self.parameters)
         new = {name: param.detach() for name, param in params.items() if name not in weights}
         state = self._reducer.state_dict()
-        added = {name: torch.zeros(param.shape, device="cpu") for name, param in new.items()}
         for kind, kept in state["elements"].items():
-            state["elements"][kind] = {now[name]: x for name, x in kept.items()} | added
+            state["elements"][kind] = {now.get(name, name): x for name, x in kept.items()}
         self._reducer.setup(params, numbers)
+        self._reducer.expect_later(parameters_by_name(model).keys() - params.keys())
         self._reducer.load_state_dict(state)
         self._new += new
         self._lay_out({**weights, **new}, optimizer_of)

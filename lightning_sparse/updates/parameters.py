@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, plain_name
-from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.shards import (
     AFTER_SHARDING,
     copies,
@@ -26,11 +25,17 @@ from lightning_sparse.shards import (
 
 
 def exchanged_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
+    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
     """Return the parameters of a model that optimizers step, by name, in registration order.
 
-    Parameters that DistributedDataParallel is to ignore are left out.
+    Frozen parameters are left out, as optimizers may have a whole frozen backbone. So are parameters that
+    DistributedDataParallel is to ignore.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers.
+        before: the ids of parameters that have been exchanged before. They stay while they are frozen.
 
     Returns:
         The parameters, the optimizer of each, and the number of each one's group for `Layout.of`; all by name.
@@ -45,7 +50,7 @@ def exchanged_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if is_excluded(param):
+                if not param.requires_grad and id(param) not in before:
                     continue
                 name = names.get(id(param))
                 if name in ignored:
@@ -74,14 +79,20 @@ def exchanged_parameters(
     return params, found, {name: order.index(kind) for name, kind in kinds.items()}
 
 
-def owners_of_exchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, list[int]]:
-    """Return the numbers of the optimizers that step each exchanged parameter, by its id. Several are an error."""
+def owners_of_exchanged(
+    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int]
+) -> dict[int, list[int]]:
+    """Return the numbers of the optimizers that step each exchanged parameter, by its id. Several are an error.
+
+    Args:
+        model, optimizers, before: see `exchanged_parameters`.
+    """
     ignored = ignored_by_ddp(model)
     left_out = {id(param) for name, param in parameters_by_name(model).items() if name in ignored} if ignored else set()
     found: dict[int, list[int]] = {}
     for number, optimizer in enumerate(optimizers):
         for param in parameters_of([optimizer]):
-            if not is_excluded(param) and id(param) not in left_out:
+            if (param.requires_grad or id(param) in before) and id(param) not in left_out:
                 found.setdefault(id(param), []).append(number)
     return found
 
@@ -90,11 +101,6 @@ def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[s
     """Return named parameters or buffers of a model without the names that DistributedDataParallel is to ignore."""
     ignored = ignored_by_ddp(model)
     return {name: x for name, x in named if plain_name(name) not in ignored}
-
-
-def is_excluded(param: Tensor) -> bool:
-    """Return whether a parameter is frozen for good, like quantized weights and tensors of inference mode."""
-    return not param.requires_grad and (param.dtype not in REDUCIBLE or param.is_inference())
 
 
 def check_no_overlap(params: Mapping[str, Tensor]) -> None:
