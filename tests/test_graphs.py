@@ -284,6 +284,19 @@ def test_inputs_at_another_address_are_not_replayed():
 
 
 @needs_triton
+@pytest.mark.parametrize("other", [lambda x: x[:2], lambda x: x.view(torch.int32)], ids=["shape", "dtype"])
+def test_inputs_of_another_shape_or_dtype_at_the_same_address_are_not_replayed(other):
+    captures, x, replayed = Captures(), torch.ones(3, device=DEVICE), []
+    found, y = captures.of(0), other(x)
+    with graphs(replayed), captures.allowed():
+        for _ in range(2):
+            found.run(("add",), lambda: x + 1, [x])
+        assert len(replayed) == 1
+        assert torch.equal(found.run(("add",), lambda: y + 1, [y]), y + 1)
+        assert len(replayed) == 1
+
+
+@needs_triton
 def test_inputs_that_move_are_captured_a_few_times():
     captures, replayed = Captures(), []
     found, inputs = captures.of(0), [torch.full((3,), float(number), device=DEVICE) for number in range(MOST)]

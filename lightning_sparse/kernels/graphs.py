@@ -11,8 +11,8 @@ same tensor y each time, with the present x doubled.
 
 The host takes longer to launch a kernel than the device takes for many of them.
 
-A graph contains addresses. So it is replayed only if the inputs are at the same addresses, and else the function runs.
-Its results are at fixed addresses, too: a replay overwrites them.
+A graph contains addresses, dtypes and shapes. So it is replayed only if the inputs have the same ones, and else the
+function runs. Its results are at fixed addresses, too: a replay overwrites them.
 
 While a thread captures, no other thread may draw random numbers on the device: torch's generator would raise an error.
 So capture before training, or while the training thread waits: an exchange within backward waits until no captures
@@ -37,6 +37,8 @@ from lightning_sparse.kernels.launch import constants_of, same_dtype
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+Inputs = list[tuple[Any, ...]]
+"""Address, dtype and shape of each input of a function."""
 MOST = 8
 """Most runs of a function without a replay, of which every second one may be captured. If its inputs move more often,
 it runs, unless they move back."""
@@ -109,13 +111,11 @@ class Captured(NamedTuple):
     """A captured function.
 
     Attributes:
-        addresses: of its inputs.
         replay: launches the graph in the current stream.
         result: of the function.
         constants: tensors that the graph reads, too.
     """
 
-    addresses: list[int]
     replay: Callable[[], None]
     result: Any
     constants: list[Tensor]
@@ -134,8 +134,8 @@ class Graphs:
     def __init__(self, captures: Captures | None = None) -> None:
         self._captures = captures
         self.stats: BlockStats | None = None
-        self._captured: dict[tuple[Hashable, ...], Captured] = {}
-        self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
+        self._captured: dict[tuple[Hashable, ...], tuple[Inputs, Captured]] = {}
+        self._seen: dict[tuple[Hashable, ...], Inputs] = {}  # of the last run
         self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of runs without a replay
         self._fixed: dict[str, Tensor] = {}
         self._table: Tensor | None = None
@@ -162,9 +162,9 @@ class Graphs:
             inputs: the tensors that it reads or writes, except constants of `kept`, and tensors whose addresses never
                 change.
         """
-        addresses = [x.data_ptr() for x in inputs]
-        known = self._captured.get(name)
-        if known is not None and known.addresses == addresses:
+        given = [(x.data_ptr(), x.dtype, *x.shape) for x in inputs]
+        captured_with, known = self._captured.get(name, (None, None))
+        if known is not None and captured_with == given:
             known.replay()
             return known.result  # type: ignore[no-any-return]
         captures = self._captures
@@ -174,15 +174,15 @@ class Graphs:
         self._counts[name] += 1
         if not captures.are_allowed:
             return function()
-        before, self._seen[name] = self._seen.get(name), addresses
-        known = captures.attempt(name, function, inputs) if before == addresses else None
+        before, self._seen[name] = self._seen.get(name), given
+        known = captures.attempt(name, function, inputs) if before == given else None
         if known is None:
             return function()
         if name in self._captured:  # graphs that were captured after it may use its memory, which is free now
             names = list(self._captured)
             for later in names[names.index(name) :]:
                 del self._captured[later]
-        self._captured[name] = known
+        self._captured[name] = given, known
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
@@ -237,7 +237,6 @@ def capture(
     It is not the current stream, because other threads may order work after that one meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    addresses = [x.data_ptr() for x in inputs]
     with constants_of(torch.cuda.current_stream(inputs[0].device)) as constants, torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
@@ -247,4 +246,4 @@ def capture(
                 graph.capture_end()
             raise
         graph.capture_end()
-    return Captured(addresses, graph.replay, result, constants)
+    return Captured(graph.replay, result, constants)
