@@ -888,6 +888,17 @@ def test_two_bits_are_those_of_plain_torch(shape, capacity, scale, kernels, use)
     assert torch.equal(update.cpu(), again[..., : shape[-1]].cpu())
 
 
+@pytest.mark.parametrize("kernels", ["torch", *EITHER])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_two_bit_codes_that_are_too_short_are_refused(groups, kernels, use):
+    use(kernels)
+    table, packed = torch.ones(3, 6, device=device_of(kernels)), torch.zeros(3, 96, dtype=torch.uint8)
+    packed = packed.to(table.device)
+    assert two_bits.two_bit_values(table, packed, 300).shape == (3, 300)
+    with pytest.raises(ValueError, match=f"codes have {96 * groups} elements, but the segment takes 288"):
+        two_bits.two_bit_values(table, packed[:, : 32 * groups], 300)
+
+
 @pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_two_bits_of_what_is_not_finite_are_not_finite(value, kernels, use):
@@ -1140,6 +1151,15 @@ def test_tensors_that_loops_in_c_would_read_behind_their_end(use):
     memory = torch.zeros(6)
     write_entries_([memory[2:4], memory[4:]], (0, 2, 4), [(torch.tensor([-1, 0, 3, 0]), torch.ones(4))])
     assert memory.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+def test_loops_take_tensors_on_the_cpu_alone():
+    """One tensor decides the backend; others of the call may be on another device."""
+    x = torch.ones(4)
+    assert native.takes([x, None])
+    assert not native.takes([x, x.to("meta")])
+    assert not native.takes([x.half()])
+    assert not native.takes([x[::2]])
 
 
 @needs_native

@@ -35,12 +35,12 @@ def uses_native(x: Tensor) -> bool:
 
 
 def takes(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether the loops of cpu/ can use tensors on the CPU without a copy: contiguous ones of fp32.
+    """Return whether the loops of cpu/ can use tensors without a copy: contiguous ones of fp32 on the CPU.
 
     None entries are ignored.
     """
     there = (x for x in tensors if x is not None)
-    return all(type(x) is Tensor and x.dtype is torch.float32 and x.is_contiguous() for x in there)
+    return all(type(x) is Tensor and x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in there)
 
 
 @functools.cache
