@@ -123,7 +123,7 @@ def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.const
                 code = code >> (BITS >> (4 - step) << (4 - step)) & ((1 << (8 >> step)) - 1)
                 byte |= code << (number * (8 >> step))
             start = (BITS >> (4 - step) << (4 - step)) * groups.to(tl.int64)
-            tl.store(packed + start + places, byte.to(tl.uint8), mask=places < groups * (8 >> step))
+            tl.store(packed + start + places, byte.to(tl.uint8), mask=places >> (3 - step) < groups)
 
 
 @kernel("count", "groups")
