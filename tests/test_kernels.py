@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -1193,11 +1194,23 @@ def test_loops_take_tensors_on_the_cpu_alone():
 
 
 @needs_native
-def test_loops_of_an_older_version_are_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(native, "NEWEST", "of_tomorrow")
-    native.library.cache_clear()
-    assert native.library() is None
+def test_loops_of_other_sources_are_not_taken(monkeypatch, tmp_path, caplog):
+    """Else C would misread arguments of a function that has changed since."""
+    folders = [tmp_path / "kernels", tmp_path / "contrib"]
+    for kept, folder in zip(native.FOLDERS, folders, strict=True):
+        shutil.copytree(kept, folder)
+    header = folders[1] / "codes.h"
+    monkeypatch.setattr(native, "FOLDERS", folders)
+    for change, taken in ((lambda: None, True), (lambda: header.write_text(header.read_text() + "\n"), False)):
+        change()
+        native.library.cache_clear()
+        assert (native.library() is not None) == taken
     assert "Install the package again" in caplog.text
+    for folder in folders:  # an installed package has no sources
+        shutil.rmtree(folder)
+    native.library.cache_clear()
+    assert native.library() is not None
+    monkeypatch.undo()
     native.library.cache_clear()
 
 
