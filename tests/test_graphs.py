@@ -343,6 +343,20 @@ def test_a_new_capture_drops_the_graphs_that_follow_it():
 
 
 @needs_triton
+def test_a_late_capture_drops_the_graphs_that_follow_it():
+    """Its results may be in their temporary memory, which was free."""
+    captures, first, second, replayed = Captures(), torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE), []
+    found = captures.of(0)
+    with graphs(replayed), captures.allowed():
+        for x in (first, second):
+            found.run(("double", 2), lambda x=x: 2 * x, [x])
+            found.run(("add",), lambda: first + 1, [first])
+        assert list(found._captured) == [("add",)]
+        found.run(("double", 2), lambda: 2 * second, [second])
+        assert list(found._captured) == [("double", 2)]
+
+
+@needs_triton
 def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
     """The worker's kernels may still read it when the training thread's stream gets its memory."""
     with graphs([]):
@@ -357,14 +371,27 @@ def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
         pending = reducer.begin(segment, [grads[key].view(-1) for key in segment.names])
         assert pending.exchange.ctx.stats is not kept
         reducer.finish(pending)
-        short, long = torch.ones(3, device=DEVICE), torch.ones(5, device=DEVICE)
+        x = torch.ones(3, device=DEVICE)
         with reducer.captures.allowed():
             for _ in range(2):
-                found.run(("add",), lambda: short + 1, [short])
-            buffer = found.buffer_like(short)
-        assert found.buffer_like(short).data_ptr() == buffer.data_ptr()
-        assert found.buffer_like(long).data_ptr() != buffer.data_ptr()
-        assert len(reducer.captures.buffer) == 3
+                found.run(("add",), lambda: x + 1, [x])
+        assert found.buffer_like(x).shape == x.shape
+        assert reducer.captures.buffer is None
+
+
+@needs_triton
+def test_segments_share_a_buffer_that_never_moves():
+    """A short segment's input would move as a longer one asked for the buffer, and be captured late."""
+    with graphs([]):
+        reducer = Reducer(method("topk", density=0.002), Echo(3), bucket_cap_mb=0.001)
+        reducer.setup({key: torch.empty(shape, device=DEVICE) for key, shape in SHAPES.items()})
+        captures, (short, *_, long) = reducer.captures, sorted(x.numel for x in reducer.layout.segments)
+        assert short < long
+        for made in (captures, copy.deepcopy(captures)):
+            with made.allowed():
+                first, second = (made.of(0).buffer_like(torch.ones(size, device=DEVICE)) for size in (short, long))
+            assert (len(first), len(second)) == (short, long)
+            assert first.data_ptr() == second.data_ptr()
 
 
 @needs_triton

@@ -55,19 +55,21 @@ class Captures:
         are_due: whether a function has run that may be captured the next time. `allowed` resets it.
         pool: the memory pool.
         stream: the stream in which functions are captured. A pool shares memory only within a stream.
-        buffer: see `Graphs.buffer_like`; it has the length of the longest segment that has asked for it.
+        buffer: see `Graphs.buffer_like`.
+        longest: number of elements of the longest segment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = 0) -> None:
         self.are_allowed = self.are_due = self._has_failed = False
-        self.clear()
+        self.clear(longest)
 
-    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Captures], tuple[int]]:
         """Leave out the graphs, which belong to this process."""
-        return Captures, ()
+        return Captures, (self.longest,)
 
-    def clear(self) -> None:
-        """Drop all graphs."""
+    def clear(self, longest: int) -> None:
+        """Drop all graphs. From now on, the longest segment has `longest` elements."""
+        self.longest = longest
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.buffer: Tensor | None = None
@@ -157,7 +159,8 @@ class Graphs:
         """Return `function()`, perhaps by a replay. Then the result is valid until the next replay of any segment.
 
         Args:
-            name: name of the function, and other values on which its kernels depend.
+            name: name of the function, and other values on which its kernels depend. Functions of different names run
+                in the same order in each exchange.
             function: launches kernels, and does not wait for the device.
             inputs: the tensors that it reads or writes, except constants of `kept`, and tensors whose addresses never
                 change.
@@ -178,10 +181,11 @@ class Graphs:
         known = captures.attempt(name, function, inputs) if before == given else None
         if known is None:
             return function()
-        if name in self._captured:  # graphs that were captured after it may use its memory, which is free now
-            names = list(self._captured)
-            for later in names[names.index(name) :]:
-                del self._captured[later]
+        # Its results may be in the temporary memory of graphs of later stages, so drop these.
+        stages = list(dict.fromkeys(stage for stage, *_ in self._counts))
+        for other in list(self._captured):
+            if other == name or stages.index(other[0]) > stages.index(name[0]):
+                del self._captured[other]
         self._captured[name] = given, known
         known.replay()
         return known.result  # type: ignore[no-any-return]
@@ -200,10 +204,9 @@ class Graphs:
         captures = self._captures
         if captures is None or not self.is_active(x):
             return torch.empty_like(x)
-        buffer = captures.buffer
-        if captures.are_allowed and (buffer is None or len(buffer) < len(x)):
-            buffer = captures.buffer = torch.empty_like(x)
-        return torch.empty_like(x) if buffer is None or len(buffer) < len(x) else buffer[: len(x)]
+        if captures.buffer is None and captures.are_allowed:
+            captures.buffer = x.new_empty(captures.longest)
+        return torch.empty_like(x) if captures.buffer is None else captures.buffer[: len(x)]
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""
