@@ -246,6 +246,38 @@ def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
     assert all(torch.equal(residual[key], kept[key]) for key in SHAPES)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_capture_that_cannot_end_is_abandoned(ends, fails, monkeypatch):
+    """Else torch's random numbers and allocator would fail from then on. The function's error is reported first."""
+    abandoned = []
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, pool, capture_error_mode):
+            pass
+
+        def capture_end(self):
+            if not ends:
+                raise RuntimeError("of the capture")
+
+    def function():
+        if fails:
+            raise ValueError("of the function")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(module, "abandon_capture", lambda *given: abandoned.append(given))
+    x, expected = torch.ones(1), contextlib.nullcontext()
+    if fails or not ends:
+        expected = pytest.raises((ValueError, RuntimeError), match="of the function" if fails else "of the capture")
+    with expected:
+        module.capture(function, [x], (0, 1), None)
+    assert abandoned == [((0, 1), x.device)] * (not ends)
+
+
 @needs_triton
 def test_a_function_that_cannot_be_captured_runs_as_before(caplog):
     captures, x = Captures(), torch.ones(3, device=DEVICE)

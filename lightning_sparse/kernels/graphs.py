@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_sparse._compat import abandon_capture
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.dispatch import backend_of
 from lightning_sparse.kernels.gradient_table import Placed, gradient_table
@@ -246,7 +247,16 @@ def capture(
             result = function()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is invalid
-                graph.capture_end()
+                _end(graph, pool, inputs[0].device)
             raise
-        graph.capture_end()
+        _end(graph, pool, inputs[0].device)
     return Captured(graph.replay, result, constants)
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """End a capture. Raises RuntimeError if it is invalid; training without graphs remains possible."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        abandon_capture(pool, device)
+        raise
