@@ -233,8 +233,8 @@ def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
                     raise RuntimeError("operation not permitted when stream is capturing")
                 return capture(function, *args)
 
-            monkeypatch.setattr(module, "capture", fails_after)
-            yield
+            with mock.patch.object(module, "capture", fails_after):
+                yield
 
     monkeypatch.setitem(globals(), "recorded_graphs", failing)
     with caplog.at_level("INFO"):
