@@ -5,8 +5,8 @@ with the same processor and a glibc that is not older. Without a compiler, the w
 package uses plain torch.
 """
 
-import os
 import re
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -14,6 +14,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDERS = [Path("lightning_sparse", *parts, "kernels", "cpu") for parts in ((), ("contrib",))]
+SOURCES = sorted(path for folder in FOLDERS for path in folder.glob("*.[ch]"))
 LIBRARY = "lightning_sparse.kernels._cpu"
 OLDEST_GLIBC = 17  # 2.17, the oldest that pip of Python 3.10 looks for
 
@@ -36,7 +37,7 @@ class BuildLibrary(build_ext):
             self.copy_extensions_to_source()
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split("."))) + (".pyd" if os.name == "nt" else ".so")
+        return str(Path(*fullname.split("."))) + ".so"
 
 
 class BuildWheel(bdist_wheel):
@@ -59,9 +60,11 @@ setup(
     ext_modules=[
         Extension(
             LIBRARY,
-            sorted(str(path) for folder in FOLDERS for path in folder.glob("*.c")),
-            depends=sorted(str(path) for folder in FOLDERS for path in folder.glob("*.h")),
+            [str(path) for path in SOURCES if path.suffix == ".c"],
+            depends=[str(path) for path in SOURCES if path.suffix == ".h"],
             include_dirs=[*map(str, FOLDERS)],
+            # kernels/native.py computes the same number.
+            define_macros=[("SOURCES", str(zlib.crc32(b"".join(path.read_bytes() for path in SOURCES))))],
             # None by which the compiler may change results.
             extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
             optional=True,

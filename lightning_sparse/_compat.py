@@ -201,6 +201,21 @@ def in_ddp_forward() -> bool:
     return active is not None and active() is not None
 
 
+def abandon_capture(pool: tuple[int, int], device: torch.device) -> None:
+    """Repair torch after a capture of a CUDA graph that failed to end. Private in torch 2.8 to 2.15.
+
+    Torch's allocator still counts it as running, so memory would be freed late, and `empty_cache` would fail. Before
+    torch 2.13, the random generator counts it, too, until another capture ends. It would raise an error when it is
+    used. Call this in the stream of the capture.
+    """
+    with contextlib.suppress(RuntimeError):  # the allocator may know that it has ended
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    graph.capture_end()
+
+
 def version(tensor: Tensor) -> int:
     """Return a number that increases whenever a tensor is changed in place. Private in torch 2.8 to 2.15."""
     number: int = tensor._version

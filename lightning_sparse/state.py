@@ -58,7 +58,7 @@ class SegmentStates:
         """Allocate the buffers and fill them with zeros, or with the state that was loaded before."""
         self.layout, self._device = layout, device
         self.by_segment = [{} for _ in layout.segments]
-        self.captures.clear()
+        self.captures.clear(max((segment.numel for segment in layout.segments), default=0))
         for spec in self.specs.values():
             if spec.per != "segment":
                 # Each segment has a separate buffer. A slice of a common buffer might not be aligned for wide loads.

@@ -211,7 +211,14 @@ KERNELS = {
     "write of kept": (select_kernels._write, OF_KEPT, {**WRITE, **KEPT, "PAD": True}),
     "write of many": (select_kernels._write, SELECT, {**WRITE, "GATHER": False, "ADDED_UP": True}),
     "write of kept at 0.5 %": (select_kernels._write, OF_KEPT, {**WRITE, **KEPT, "BLOCK": 32}),
-    "search": (threshold._search, SEARCH, {"ROUNDS": threshold.ROUNDS, "TILE": threshold.AT_A_TIME}),
+    **{
+        f"search from {double}": (
+            threshold._search,
+            {**SEARCH, "double": double},
+            {"ROUNDS": threshold.ROUNDS, "TILE": threshold.AT_A_TIME},
+        )
+        for double in ("i64", "i32")  # the bits of 0.0
+    },
     "weigh": (checks._weigh, WORDS, WEIGH),
     "seal": (checks._weigh, WORDS, {**WEIGH, "HEADER": True}),
     "seal with a pin": (

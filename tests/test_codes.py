@@ -44,6 +44,15 @@ def test_codes_come_back_and_take_their_bits(bits):
         assert torch.equal(unpack_codes(packed, bits, numel), codes)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_codes_may_be_wider_or_narrower_than_their_bits(dtype):
+    codes = torch.arange(100, dtype=dtype)
+    for bits in (7, 8, 9, 15):
+        packed = pack_codes(codes, bits)
+        assert packed.numel() == code_bytes(100, bits)
+        assert torch.equal(unpack_codes(packed, bits, 100).long(), codes.long())
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 129])
 def test_a_region_is_packed_by_itself(bits, size):

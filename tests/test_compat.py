@@ -529,6 +529,25 @@ def test_initializes_state():
     assert seen == [True, False, True]
 
 
+def test_abandon_capture(monkeypatch):
+    """A GPU is needed to capture, so this test notes calls. The allocator may know that the capture has ended."""
+    calls = []
+
+    class Graph:
+        capture_begin = staticmethod(lambda **options: calls.append("begin"))
+        capture_end = staticmethod(lambda: calls.append("end"))
+
+    def end_of_pool(device, pool):
+        calls.append((device, pool))
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    assert torch._C._cuda_endAllocateToPool
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_of_pool)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    _compat.abandon_capture((0, 1), CPU)
+    assert calls == [(None, (0, 1)), "begin", "end"]
+
+
 def offsets(rank: int) -> list[bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), nn.Linear(4, 1))

@@ -14,7 +14,9 @@ from lightning_sparse.compressors.base import Entries
 from lightning_sparse.compressors.encoding import Encoding
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.scalecom import ScaleCom
+from lightning_sparse.kernels import launch
 from lightning_sparse.layout import Layout
+from tests.support.kernels import device_of, needs_triton
 from tests.support.tiers import in_diagonals, one_in, tiers
 from tests.support.updates import dense
 
@@ -246,6 +248,20 @@ def test_unknown_formats_are_refused():
     known = "float32, bfloat16, int8, int4, int2"
     with pytest.raises(ValueError, match=rf"GaussianK\(value_format='fp8'\): choose from {known}"):
         GaussianK(value_format="fp8")
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("index_format", ["compact", "int32"])
+def test_more_entries_than_the_capacity_are_refused(index_format, backend, monkeypatch):
+    """Triton kernels would write outside the payload."""
+
+    class Generous(TopK):
+        def choose(self, u, k, ctx):
+            return super().choose(u, k + 1, ctx)
+
+    monkeypatch.setenv(launch.KERNELS, backend)
+    with pytest.raises(ValueError, match="11 entries of 1000 elements are to be sent, but the capacity is 10"):
+        Generous(0.01, index_format).compress(torch.randn(1000, device=device_of(backend)), Context.of(1000))
 
 
 def test_padding_and_rows_of_entries():

@@ -233,8 +233,8 @@ def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
                     raise RuntimeError("operation not permitted when stream is capturing")
                 return capture(function, *args)
 
-            monkeypatch.setattr(module, "capture", fails_after)
-            yield
+            with mock.patch.object(module, "capture", fails_after):
+                yield
 
     monkeypatch.setitem(globals(), "recorded_graphs", failing)
     with caplog.at_level("INFO"):
@@ -244,6 +244,38 @@ def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
     for want, got in zip(plain, found, strict=True):
         assert all(torch.equal(want[key], got[key]) for key in SHAPES)
     assert all(torch.equal(residual[key], kept[key]) for key in SHAPES)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_capture_that_cannot_end_is_abandoned(ends, fails, monkeypatch):
+    """Else torch's random numbers and allocator would fail from then on. The function's error is reported first."""
+    abandoned = []
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, pool, capture_error_mode):
+            pass
+
+        def capture_end(self):
+            if not ends:
+                raise RuntimeError("of the capture")
+
+    def function():
+        if fails:
+            raise ValueError("of the function")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(module, "abandon_capture", lambda *given: abandoned.append(given))
+    x, expected = torch.ones(1), contextlib.nullcontext()
+    if fails or not ends:
+        expected = pytest.raises((ValueError, RuntimeError), match="of the function" if fails else "of the capture")
+    with expected:
+        module.capture(function, [x], (0, 1), None)
+    assert abandoned == [((0, 1), x.device)] * (not ends)
 
 
 @needs_triton
@@ -281,6 +313,19 @@ def test_inputs_at_another_address_are_not_replayed():
         assert len(replayed) == 1
         x.fill_(7)
         assert torch.equal(found.run(("add",), lambda: 1 / 0, [x]), x + 1)  # type: ignore[arg-type, return-value]
+
+
+@needs_triton
+@pytest.mark.parametrize("other", [lambda x: x[:2], lambda x: x.view(torch.int32)], ids=["shape", "dtype"])
+def test_inputs_of_another_shape_or_dtype_at_the_same_address_are_not_replayed(other):
+    captures, x, replayed = Captures(), torch.ones(3, device=DEVICE), []
+    found, y = captures.of(0), other(x)
+    with graphs(replayed), captures.allowed():
+        for _ in range(2):
+            found.run(("add",), lambda: x + 1, [x])
+        assert len(replayed) == 1
+        assert torch.equal(found.run(("add",), lambda: y + 1, [y]), y + 1)
+        assert len(replayed) == 1
 
 
 @needs_triton
@@ -330,6 +375,20 @@ def test_a_new_capture_drops_the_graphs_that_follow_it():
 
 
 @needs_triton
+def test_a_late_capture_drops_the_graphs_that_follow_it():
+    """Its results may be in their temporary memory, which was free."""
+    captures, first, second, replayed = Captures(), torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE), []
+    found = captures.of(0)
+    with graphs(replayed), captures.allowed():
+        for x in (first, second):
+            found.run(("double", 2), lambda x=x: 2 * x, [x])
+            found.run(("add",), lambda: first + 1, [first])
+        assert list(found._captured) == [("add",)]
+        found.run(("double", 2), lambda: 2 * second, [second])
+        assert list(found._captured) == [("double", 2)]
+
+
+@needs_triton
 def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
     """The worker's kernels may still read it when the training thread's stream gets its memory."""
     with graphs([]):
@@ -344,14 +403,27 @@ def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
         pending = reducer.begin(segment, [grads[key].view(-1) for key in segment.names])
         assert pending.exchange.ctx.stats is not kept
         reducer.finish(pending)
-        short, long = torch.ones(3, device=DEVICE), torch.ones(5, device=DEVICE)
+        x = torch.ones(3, device=DEVICE)
         with reducer.captures.allowed():
             for _ in range(2):
-                found.run(("add",), lambda: short + 1, [short])
-            buffer = found.buffer_like(short)
-        assert found.buffer_like(short).data_ptr() == buffer.data_ptr()
-        assert found.buffer_like(long).data_ptr() != buffer.data_ptr()
-        assert len(reducer.captures.buffer) == 3
+                found.run(("add",), lambda: x + 1, [x])
+        assert found.buffer_like(x).shape == x.shape
+        assert reducer.captures.buffer is None
+
+
+@needs_triton
+def test_segments_share_a_buffer_that_never_moves():
+    """A short segment's input would move as a longer one asked for the buffer, and be captured late."""
+    with graphs([]):
+        reducer = Reducer(method("topk", density=0.002), Echo(3), bucket_cap_mb=0.001)
+        reducer.setup({key: torch.empty(shape, device=DEVICE) for key, shape in SHAPES.items()})
+        captures, (short, *_, long) = reducer.captures, sorted(x.numel for x in reducer.layout.segments)
+        assert short < long
+        for made in (captures, copy.deepcopy(captures)):
+            with made.allowed():
+                first, second = (made.of(0).buffer_like(torch.ones(size, device=DEVICE)) for size in (short, long))
+            assert (len(first), len(second)) == (short, long)
+            assert first.data_ptr() == second.data_ptr()
 
 
 @needs_triton

@@ -20,7 +20,7 @@ ALLOWED = {
     "options": set(),
     "layout": {"options"},
     "comm": {"_compat"},
-    "kernels": set(),
+    "kernels": {"_compat"},
     "context": {"kernels", "layout"},
     "compressors": {"layout", "context", "kernels", "options"},
     "memory": {"context", "compressors", "kernels", "options"},

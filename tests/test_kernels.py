@@ -11,11 +11,13 @@ import logging
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,8 @@ from lightning_sparse.compressors import GaussianK, TopK
 from lightning_sparse.compressors.blocks import Blocks
 from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.context import Context
-from lightning_sparse.contrib.kernels import codes, levels, row_numbers
+from lightning_sparse.contrib.kernels import codes, levels, row_numbers, ternary
+from lightning_sparse.contrib.kernels.row_table import row_table
 from lightning_sparse.contrib.kernels.signs import count_votes
 from lightning_sparse.contrib.kernels.ternary import sum_of_ternary
 from lightning_sparse.contrib.onebit import OneBit
@@ -47,7 +50,7 @@ from lightning_sparse.kernels.block_stats import BlockStats, add_with_stats_
 from lightning_sparse.kernels.dispatch import backend_of
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.kernels.threshold import gaussian_indices
-from lightning_sparse.kernels.uniform import add_uniform_
+from lightning_sparse.kernels.uniform import FACTORS, add_uniform_, key_and_step
 from lightning_sparse.kernels.write_back import add_entries_, write_dense_, write_entries_
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import Residual
@@ -207,7 +210,7 @@ def test_gaussiank_equals_the_reference(name, use):
     for numel in (3, 4096 + 63, 20_007):
         u = {**HOSTILE, **SMOOTH}[name](numel)
         for k in {max(1, round(density * numel)) for density in (0.001, 0.01, 0.1)}:
-            z = NormalDist().inv_cdf(1 - k / numel / 2)
+            z = NormalDist().inv_cdf(1 - k / numel / 2) if k > 1 else 0.0
             block = select.block_size(numel, k)
             use("triton")
             mine = BlockStats(numel, block, moments=True).read(u.to(DEVICE))
@@ -888,6 +891,45 @@ def test_two_bits_are_those_of_plain_torch(shape, capacity, scale, kernels, use)
     assert torch.equal(update.cpu(), again[..., : shape[-1]].cpu())
 
 
+@needs_triton
+def test_numbers_of_bytes_and_codes_may_exceed_31_bits():
+    """The first program alone runs, which needs no memory for the others."""
+    one = torch.ones(1, device=DEVICE)
+    given = torch.arange(1, codes.TILE + 1, device=DEVICE).to(torch.uint8)
+    packed = torch.zeros_like(given)
+    launch.launch(codes._pack_codes, 1, given, packed, (1 << 31) - 8, 1 << 28, BITS=8, TILE=codes.TILE)
+    assert torch.equal(packed, given)
+    u, update, numel = torch.ones(ternary.TILE, device=DEVICE), torch.zeros(ternary.TILE, device=DEVICE), (1 << 31) - 4
+    table, packed = row_table([(0, numel, 0, 1, numel)], u), torch.zeros(ternary.TILE // 4, device=DEVICE).byte()
+    constants = {"STEPS": 1, "FIRST": FACTORS[0], "SECOND": FACTORS[1], "TILE": ternary.TILE}
+    args = u, table, one, one, packed, update, *key_and_step(0), numel, 1
+    launch.launch(ternary._round, 1, *args, **constants)
+    assert packed.all()
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_that_are_too_long_for_triton_take_torch(bits, use):
+    """A tensor of Triton has at most 2²⁰ elements."""
+    compressor, u, ctx, found = Blocks(bits, 1 << 22), torch.randn(60), Context(Segment(0, ("w",), ((6, 10),), 0)), []
+    for kernels in ("triton", "torch"):
+        use(kernels)
+        payload, update = compressor.compress(u.to(DEVICE), ctx)
+        found.append([x.cpu() for x in (*payload, update, compressor.decode(payload, ctx))])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kernels", ["torch", *EITHER])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_two_bit_codes_that_are_too_short_are_refused(groups, kernels, use):
+    use(kernels)
+    table, packed = torch.ones(3, 6, device=device_of(kernels)), torch.zeros(3, 96, dtype=torch.uint8)
+    packed = packed.to(table.device)
+    assert two_bits.two_bit_values(table, packed, 300).shape == (3, 300)
+    with pytest.raises(ValueError, match=f"codes have {96 * groups} elements, but the segment takes 288"):
+        two_bits.two_bit_values(table, packed[:, : 32 * groups], 300)
+
+
 @pytest.mark.parametrize("kernels", EITHER)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_two_bits_of_what_is_not_finite_are_not_finite(value, kernels, use):
@@ -1142,12 +1184,33 @@ def test_tensors_that_loops_in_c_would_read_behind_their_end(use):
     assert memory.tolist() == [0, 0, 1, 0, 0, 1]
 
 
+def test_loops_take_tensors_on_the_cpu_alone():
+    """One tensor decides the backend; others of the call may be on another device."""
+    x = torch.ones(4)
+    assert native.takes([x, None])
+    assert not native.takes([x, x.to("meta")])
+    assert not native.takes([x.half()])
+    assert not native.takes([x[::2]])
+
+
 @needs_native
-def test_loops_of_an_older_version_are_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(native, "NEWEST", "of_tomorrow")
-    native.library.cache_clear()
-    assert native.library() is None
+def test_loops_of_other_sources_are_not_taken(monkeypatch, tmp_path, caplog):
+    """Else C would misread arguments of a function that has changed since."""
+    folders = [tmp_path / "kernels", tmp_path / "contrib"]
+    for kept, folder in zip(native.FOLDERS, folders, strict=True):
+        shutil.copytree(kept, folder)
+    header = folders[1] / "codes.h"
+    monkeypatch.setattr(native, "FOLDERS", folders)
+    for change, taken in ((lambda: None, True), (lambda: header.write_text(header.read_text() + "\n"), False)):
+        change()
+        native.library.cache_clear()
+        assert (native.library() is not None) == taken
     assert "Install the package again" in caplog.text
+    for folder in folders:  # an installed package has no sources
+        shutil.rmtree(folder)
+    native.library.cache_clear()
+    assert native.library() is not None
+    monkeypatch.undo()
     native.library.cache_clear()
 
 
@@ -1209,6 +1272,23 @@ def test_devices_that_are_too_old_for_triton_take_torch(capability, able, monkey
     ] * (not able)
 
 
+def test_kernels_of_a_module_replace_their_stand_ins_at_once(monkeypatch):
+    """Another thread would compile a kernel that calls a stand-in, and Triton would remember that."""
+    seen = []
+
+    def jit(function, do_not_specialize):
+        seen.append([type(scope[name]) for name in ("first", "second")])
+        return function.__name__
+
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(jit=jit, language="language"))
+    scope = {}
+    exec("def first(): pass\ndef second(): pass", scope)
+    scope |= {name: launch.kernel()(scope[name]) for name in ("first", "second")}
+    assert scope["first"].load() == "first"
+    assert seen == [[launch.Kernel] * 2] * 2
+    assert (scope["second"], scope["tl"]) == ("second", "language")
+
+
 @full
 def test_the_package_works_without_triton():
     code = (
@@ -1255,7 +1335,7 @@ def test_whole_steps_compile_for_gpus():
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability):
     kernels = by_compiler("tests.compile_kernels", capability)
-    assert len(kernels) == 78
+    assert len(kernels) == 79
     for name, kernel in kernels.items():
         if Version(metadata.version("triton")) < Version("3.7"):
             continue  # compiled, and slower: Triton 3.4 spills up to 16 bytes and uses up to 148 registers

@@ -69,7 +69,15 @@ class Encoding:
         """Return entries, (..., n) with n at most `capacity`, as a payload, and the entries with decoded values.
 
         Each row of the entries becomes one payload: a row of each part.
+
+        Raises:
+            ValueError: there are more entries than `capacity`; Triton kernels would write outside the payload.
         """
+        if (each := entries.indices.shape[-1]) > capacity:
+            raise ValueError(
+                f"{each} entries of {numel} elements are to be sent, but the capacity is {capacity}: override "
+                f"`capacity` in the compressor, or choose fewer."
+            )
         return _encode(*entries, numel, capacity, self)
 
     def decode(self, payload: Payload, numel: int, capacity: int) -> Entries:

@@ -83,17 +83,13 @@ class Sparsifier(Compressor):
         return (self.density if density is None else density) == 1 and self.value_format == "float32"
 
     def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Update]:
-        return self.encode(self.entries(u, ctx), ctx)
+        numel = ctx.segment.numel
+        return self.encoding.encode(self.entries(u, ctx), numel, self.capacity(numel, ctx.density))
 
     def entries(self, u: Tensor, ctx: Context) -> Entries:
         """Return the chosen entries of `u`, before rounding."""
         indices = self.choose(u, self.count(u.numel(), ctx.density), ctx)
         return Entries(indices, gather(u, indices))
-
-    def encode(self, entries: Entries, ctx: Context) -> tuple[Payload, Entries]:
-        """Return a payload that holds these entries, at most `capacity`, and the entries after rounding."""
-        numel = ctx.segment.numel
-        return self.encoding.encode(entries, numel, self.capacity(numel, ctx.density))
 
     def decode(self, payload: Payload, ctx: Context) -> Entries:
         numel = ctx.segment.numel

@@ -66,7 +66,7 @@ class MSTopK(Sparsifier):
         if k == numel:
             return topk_indices(u, k)
         bits = magnitude_bits("MSTopK", u)
-        seed = ctx.generator(shared=False).initial_seed() >> 1  # fits into int64
+        seed = ctx.key(shared=False) >> 1  # fits into int64
         # One more than the maximum: it includes the entry of rank k + 1, and reveals a band that is too wide.
         indices, magnitudes = largest_entries(bits, 9 * k // 8 + 1, ensure_stats(ctx.stats, u, block_size(numel, k)))
         mean = sampled(bits, SAMPLE, seed).view(torch.float32).mean(dtype=torch.float64)

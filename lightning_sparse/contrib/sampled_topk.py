@@ -63,8 +63,7 @@ class SampledTopK(Sparsifier):
         if k < 3 * SAMPLED or k == numel:
             return topk_indices(u, k, ctx.stats)
         bits = magnitude_bits("SampledTopK", u)
-        # The generator's seed differs for each step, segment and rank.
-        sample = sampled(bits, SAMPLED * numel // k, ctx.generator(shared=False).initial_seed())
+        sample = sampled(bits, SAMPLED * numel // k, ctx.key(shared=False))
         threshold = kth_magnitude(sample, math.ceil(sample.numel() * k / numel))
         factors = torch.tensor([LOWERED**times for times in range(TIMES + 1)], dtype=torch.float32, device="cpu")
         thresholds = (threshold.view(torch.float32) * to_device(factors, u.device)).view(torch.int32)

@@ -103,7 +103,7 @@ class SIDCo(Sparsifier):
         state = ctx.state.get("stages")
         if state is None:
             state = to_device(torch.tensor([START, 0, 0, 0, 0, 1], dtype=torch.float64, device="cpu"), u.device)
-        magnitudes = sampled(bits, SAMPLE, ctx.generator(shared=False).initial_seed()).view(torch.float32).double()
+        magnitudes = sampled(bits, SAMPLE, ctx.key(shared=False)).view(torch.float32).double()
         limit = fitted_threshold(magnitudes, k / numel, state[0], self.fit)
         threshold = limit.nan_to_num(torch.inf).float().view(1).view(torch.int32)
         stats = ensure_stats(ctx.stats, u, block_size(numel, k))

@@ -11,8 +11,8 @@ same tensor y each time, with the present x doubled.
 
 The host takes longer to launch a kernel than the device takes for many of them.
 
-A graph contains addresses. So it is replayed only if the inputs are at the same addresses, and else the function runs.
-Its results are at fixed addresses, too: a replay overwrites them.
+A graph contains addresses, dtypes and shapes. So it is replayed only if the inputs have the same ones, and else the
+function runs. Its results are at fixed addresses, too: a replay overwrites them.
 
 While a thread captures, no other thread may draw random numbers on the device: torch's generator would raise an error.
 So capture before training, or while the training thread waits: an exchange within backward waits until no captures
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_sparse._compat import abandon_capture
 from lightning_sparse.kernels.block_stats import BlockStats
 from lightning_sparse.kernels.dispatch import backend_of
 from lightning_sparse.kernels.gradient_table import Placed, gradient_table
@@ -37,6 +38,8 @@ from lightning_sparse.kernels.launch import constants_of, same_dtype
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+Inputs = list[tuple[Any, ...]]
+"""Address, dtype and shape of each input of a function."""
 MOST = 8
 """Most runs of a function without a replay, of which every second one may be captured. If its inputs move more often,
 it runs, unless they move back."""
@@ -53,19 +56,21 @@ class Captures:
         are_due: whether a function has run that may be captured the next time. `allowed` resets it.
         pool: the memory pool.
         stream: the stream in which functions are captured. A pool shares memory only within a stream.
-        buffer: see `Graphs.buffer_like`; it has the length of the longest segment that has asked for it.
+        buffer: see `Graphs.buffer_like`.
+        longest: number of elements of the longest segment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = 0) -> None:
         self.are_allowed = self.are_due = self._has_failed = False
-        self.clear()
+        self.clear(longest)
 
-    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Captures], tuple[int]]:
         """Leave out the graphs, which belong to this process."""
-        return Captures, ()
+        return Captures, (self.longest,)
 
-    def clear(self) -> None:
-        """Drop all graphs."""
+    def clear(self, longest: int) -> None:
+        """Drop all graphs. From now on, the longest segment has `longest` elements."""
+        self.longest = longest
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.buffer: Tensor | None = None
@@ -109,13 +114,11 @@ class Captured(NamedTuple):
     """A captured function.
 
     Attributes:
-        addresses: of its inputs.
         replay: launches the graph in the current stream.
         result: of the function.
         constants: tensors that the graph reads, too.
     """
 
-    addresses: list[int]
     replay: Callable[[], None]
     result: Any
     constants: list[Tensor]
@@ -134,8 +137,8 @@ class Graphs:
     def __init__(self, captures: Captures | None = None) -> None:
         self._captures = captures
         self.stats: BlockStats | None = None
-        self._captured: dict[tuple[Hashable, ...], Captured] = {}
-        self._seen: dict[tuple[Hashable, ...], list[int]] = {}  # addresses of the last run
+        self._captured: dict[tuple[Hashable, ...], tuple[Inputs, Captured]] = {}
+        self._seen: dict[tuple[Hashable, ...], Inputs] = {}  # of the last run
         self._counts: Counter[tuple[Hashable, ...]] = Counter()  # of runs without a replay
         self._fixed: dict[str, Tensor] = {}
         self._table: Tensor | None = None
@@ -157,14 +160,15 @@ class Graphs:
         """Return `function()`, perhaps by a replay. Then the result is valid until the next replay of any segment.
 
         Args:
-            name: name of the function, and other values on which its kernels depend.
+            name: name of the function, and other values on which its kernels depend. Functions of different names run
+                in the same order in each exchange.
             function: launches kernels, and does not wait for the device.
             inputs: the tensors that it reads or writes, except constants of `kept`, and tensors whose addresses never
                 change.
         """
-        addresses = [x.data_ptr() for x in inputs]
-        known = self._captured.get(name)
-        if known is not None and known.addresses == addresses:
+        given = [(x.data_ptr(), x.dtype, *x.shape) for x in inputs]
+        captured_with, known = self._captured.get(name, (None, None))
+        if known is not None and captured_with == given:
             known.replay()
             return known.result  # type: ignore[no-any-return]
         captures = self._captures
@@ -174,15 +178,16 @@ class Graphs:
         self._counts[name] += 1
         if not captures.are_allowed:
             return function()
-        before, self._seen[name] = self._seen.get(name), addresses
-        known = captures.attempt(name, function, inputs) if before == addresses else None
+        before, self._seen[name] = self._seen.get(name), given
+        known = captures.attempt(name, function, inputs) if before == given else None
         if known is None:
             return function()
-        if name in self._captured:  # graphs that were captured after it may use its memory, which is free now
-            names = list(self._captured)
-            for later in names[names.index(name) :]:
-                del self._captured[later]
-        self._captured[name] = known
+        # Its results may be in the temporary memory of graphs of later stages, so drop these.
+        stages = list(dict.fromkeys(stage for stage, *_ in self._counts))
+        for other in list(self._captured):
+            if other == name or stages.index(other[0]) > stages.index(name[0]):
+                del self._captured[other]
+        self._captured[name] = given, known
         known.replay()
         return known.result  # type: ignore[no-any-return]
 
@@ -200,10 +205,9 @@ class Graphs:
         captures = self._captures
         if captures is None or not self.is_active(x):
             return torch.empty_like(x)
-        buffer = captures.buffer
-        if captures.are_allowed and (buffer is None or len(buffer) < len(x)):
-            buffer = captures.buffer = torch.empty_like(x)
-        return torch.empty_like(x) if buffer is None or len(buffer) < len(x) else buffer[: len(x)]
+        if captures.buffer is None and captures.are_allowed:
+            captures.buffer = x.new_empty(captures.longest)
+        return torch.empty_like(x) if captures.buffer is None else captures.buffer[: len(x)]
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""
@@ -237,14 +241,22 @@ def capture(
     It is not the current stream, because other threads may order work after that one meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    addresses = [x.data_ptr() for x in inputs]
     with constants_of(torch.cuda.current_stream(inputs[0].device)) as constants, torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             result = function()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is invalid
-                graph.capture_end()
+                _end(graph, pool, inputs[0].device)
             raise
+        _end(graph, pool, inputs[0].device)
+    return Captured(graph.replay, result, constants)
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """End a capture. Raises RuntimeError if it is invalid; training without graphs remains possible."""
+    try:
         graph.capture_end()
-    return Captured(addresses, graph.replay, result, constants)
+    except RuntimeError:
+        abandon_capture(pool, device)
+        raise

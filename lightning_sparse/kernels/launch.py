@@ -166,7 +166,8 @@ class Kernel:
     """Stands in for a Triton kernel in its module until the first of them is launched.
 
     The first launch replaces every stand-in in the module by the compiled kernel, and adds `tl` to the globals. It does
-    the same in modules from which this module imports stand-ins, so that kernels can call each other.
+    so first in modules from which this module imports stand-ins, so that kernels can call each other. All names of a
+    module change at once: another thread compiles no kernel that still calls a stand-in.
     """
 
     def __init__(self, function: Callable[..., Any], plain: tuple[str, ...]) -> None:
@@ -185,15 +186,16 @@ class Kernel:
     def _load_module(scope: dict[str, Any]) -> None:
         import triton
 
-        scope["tl"] = triton.language
+        made = {"tl": triton.language}
         for name, value in list(scope.items()):
             if isinstance(value, Kernel):
                 home = value.function.__globals__
                 if home is scope:
-                    scope[name] = triton.jit(value.function, do_not_specialize=value.plain)
+                    made[name] = triton.jit(value.function, do_not_specialize=value.plain)
                 else:
                     Kernel._load_module(home)
-                    scope[name] = home[value.function.__name__]
+                    made[name] = home[value.function.__name__]
+        scope.update(made)
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

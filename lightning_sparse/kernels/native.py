@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from lightning_sparse.kernels.launch import KERNELS
 
 log = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).with_name("_cpu.pyd" if os.name == "nt" else "_cpu.so")
+LIBRARY = Path(__file__).with_name("_cpu.so")
 """The library that setup.py builds, for `ctypes`."""
-NEWEST = "add_delta_with_payout"
-"""A function that libraries of older versions lack."""
+FOLDERS = [Path(__file__).parents[1].joinpath(*parts, "kernels", "cpu") for parts in ((), ("contrib",))]
+"""The folders of its sources, which only a clone has."""
 
 
 def uses_native(x: Tensor) -> bool:
@@ -35,12 +36,12 @@ def uses_native(x: Tensor) -> bool:
 
 
 def takes(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether the loops of cpu/ can use tensors on the CPU without a copy: contiguous ones of fp32.
+    """Return whether the loops of cpu/ can use tensors without a copy: contiguous ones of fp32 on the CPU.
 
     None entries are ignored.
     """
     there = (x for x in tensors if x is not None)
-    return all(type(x) is Tensor and x.dtype is torch.float32 and x.is_contiguous() for x in there)
+    return all(type(x) is Tensor and x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in there)
 
 
 @functools.cache
@@ -57,10 +58,17 @@ def library() -> ctypes.CDLL | None:
     except OSError as error:  # built on another machine
         _warn(f"The loops in C cannot be loaded, so work on the CPU takes at least twice as long: {error}.")
         return None
-    if not hasattr(found, NEWEST):
+    if not _is_current(found):
         _warn("The loops in C are of an older version, so the CPU is slower. Install the package again.")
         return None
     return found
+
+
+def _is_current(found: ctypes.CDLL) -> bool:
+    """Return whether a library was compiled from the present sources; an installed package has none to compare."""
+    sources = sorted(path for folder in FOLDERS for path in folder.glob("*.[ch]"))
+    present = zlib.crc32(b"".join(path.read_bytes() for path in sources))
+    return not sources or (hasattr(found, "sources") and ctypes.c_uint32.in_dll(found, "sources").value == present)
 
 
 def _warn(text: str) -> None:

@@ -29,6 +29,8 @@ Places = Sequence[tuple[int, int]]
 
 TILE = 4096
 """Number of elements that one program processes."""
+LONGEST = 8192
+"""Number of elements of the longest block that Triton kernels take: a program keeps a block in registers."""
 
 
 @operation
@@ -54,7 +56,8 @@ def quantize(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, 
     return scales.bfloat16().view(-1), pack_steps(steps, bits).view(-1), update
 
 
-@quantize.by("triton", "native")
+@quantize.by("native")
+@quantize.by("triton", when=lambda u, places, bits, block: block <= LONGEST)
 def _quantize_by_kernels(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = block_count(places, block)
     scales = torch.empty(blocks, dtype=torch.bfloat16, device=u.device)
@@ -73,7 +76,8 @@ def dequantize(scales: Tensor, codes: Tensor, places: Places, bits: int, block: 
     return update
 
 
-@dequantize.by("triton", "native")
+@dequantize.by("native")
+@dequantize.by("triton", when=lambda scales, codes, places, bits, block, numel: block <= LONGEST)
 def _dequantize_by_kernels(scales: Tensor, codes: Tensor, places: Places, bits: int, block: int, numel: int) -> Tensor:
     update = torch.empty(numel, dtype=torch.float32, device=codes.device)
     _call(_dequantize, "dequantize", update, places, bits, block, scales, codes)

@@ -181,7 +181,7 @@ def _entries_of_blocks(
         blocks = torch.cat([blocks, blocks.new_tensor([bits.numel() // block])])
     many, size = -(-bits.numel() // block) if blocks is None else len(blocks), CHUNK // 32 // block
     count = torch.zeros(1, dtype=torch.int64, device=bits.device)
-    indices = torch.empty(min(size, many) * block + 1, dtype=torch.int64, device=bits.device)  # for one call
+    indices = torch.empty(min(size, many) * block, dtype=torch.int64, device=bits.device)  # for one call
     magnitudes = torch.empty(len(indices), dtype=torch.int32, device=bits.device)
     limits = block, bits.numel(), max(threshold, 0), bits.numel() if enough is None else enough
     parts, before = [], 0

@@ -145,7 +145,9 @@ def _search(
         start += TILE
     mean = tl.sum(total) / numel
     deviation = tl.sqrt(tl.maximum(tl.sum(squares) / numel - mean * mean, 0.0))
-    first = (tl.abs(mean) + double.to(tl.float64, bitcast=True) * deviation).to(tl.float32)
+    # Triton takes the bits of 0.0 as an int32.
+    z = double.to(tl.int64).to(tl.float64, bitcast=True)
+    first = (tl.abs(mean) + z * deviation).to(tl.float32)
     threshold = first.to(tl.int32, bitcast=True) + 1
     # As in the loop above, there is no first threshold without a spread.
     rounds = tl.where((deviation > 0) & (deviation < float("inf")) & (threshold > 0), ROUNDS, 0)

@@ -82,9 +82,14 @@ def _round_in_c(values: Tensor, table: Tensor, packed: Tensor) -> Tensor:
 
 
 def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
-    """Return the first `count` values of each row, fp32, from the magnitudes and codes of `round_to_two_bits`."""
-    groups = packed.shape[-1] // (GROUP // 4)
-    native.check_part("magnitudes", table, 2 * math.prod(packed.shape[:-1]) * groups)
+    """Return the first `count` values of each row, fp32, from the magnitudes and codes of `round_to_two_bits`.
+
+    Raises:
+        ValueError: the magnitudes or the codes of a row are too short.
+    """
+    rows, groups = math.prod(packed.shape[:-1]), packed.shape[-1] // (GROUP // 4)
+    native.check_part("codes", packed, rows * -(-count // GROUP) * (GROUP // 4))
+    native.check_part("magnitudes", table, 2 * rows * groups)
     return _values_of(packed, table, count)
 
 

@@ -82,7 +82,7 @@ def recorded_graphs(replayed):
             for call in recorder.calls:
                 call()
 
-        return graphs.Captured(addresses, replay, result, constants)
+        return graphs.Captured(replay, result, constants)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(graphs, "capture", noted))

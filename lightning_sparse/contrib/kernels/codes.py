@@ -53,7 +53,7 @@ def _pack_by_triton(codes: Tensor, bits: int) -> Tensor:
 
 @pack_codes.by("native")
 def _pack_in_c(codes: Tensor, bits: int) -> Tensor:
-    codes = codes.contiguous() if codes.itemsize == 1 else codes.to(torch.int16).contiguous()
+    codes = (codes if codes.itemsize == 1 and bits <= 8 else codes.to(torch.int16)).contiguous()
     packed = torch.empty(code_bytes(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
     native.run("pack_codes", codes, packed, codes.numel(), packed.numel() // bits, bits, codes.itemsize)
     return packed
@@ -123,7 +123,7 @@ def _pack_codes(codes, packed, count, groups, BITS: tl.constexpr, TILE: tl.const
                 code = code >> (BITS >> (4 - step) << (4 - step)) & ((1 << (8 >> step)) - 1)
                 byte |= code << (number * (8 >> step))
             start = (BITS >> (4 - step) << (4 - step)) * groups.to(tl.int64)
-            tl.store(packed + start + places, byte.to(tl.uint8), mask=places < groups * (8 >> step))
+            tl.store(packed + start + places, byte.to(tl.uint8), mask=places >> (3 - step) < groups)
 
 
 @kernel("count", "groups")

@@ -110,15 +110,9 @@ def _buckets(numel: int, bucket: int) -> Rows:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm of each row, even if squares of its values are out of range."""
-    if rows.device.type == "cpu":
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-        if bool(((norms > 1e-15) & (norms < 1e15)).all()):
-            return norms
-    magnitudes = rows.abs()
-    largest = magnitudes.amax(1, keepdim=True)
-    scaled: Tensor = torch.linalg.vector_norm(magnitudes / torch.where(largest > 0, largest, 1), dim=1)
-    return scaled * largest.view(-1)
+    """Return the 2-norm of each row, fp32. In fp64, all squares are in range."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms.float()
 
 
 def _of_elements(values: Tensor, bucket: int, numel: int) -> Tensor:

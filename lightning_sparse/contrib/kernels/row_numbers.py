@@ -2,16 +2,14 @@
 
     upper, lower = signed_means(u, rows)    # of the non-negatives of each row, and of its negatives
 
-row_table.py describes `rows`. Kernels sum each piece of a row in fp32, and then add up the pieces in fp64. The order is
-always the same, so the same u gives the same bits.
+row_table.py describes `rows`. Plain torch sums in fp64, so nothing is out of range. Kernels sum each piece of a row in
+fp32, and then add up the pieces in fp64. The order is always the same, so the same u gives the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +19,7 @@ from lightning_sparse.contrib.kernels.row_table import Rows, first_pieces, longe
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,37 +41,30 @@ def used_rows(u: Tensor, rows: Rows) -> Tensor:
 @operation
 def mean_magnitudes(u: Tensor, rows: Rows) -> Tensor:
     """Return the mean magnitude of each row of `u`, fp32 (1, rows)."""
-    parts = [u.new_empty(1, 0)]
-    for x in _rows(u, rows)[1:]:
-        sums, factor = _sums(x, lambda part, scale: [_times(part.abs(), scale).sum(1)])
-        parts.append(sums / x.shape[1] * factor)
-    return torch.cat(parts, 1)
+    return torch.cat([x.abs().mean(1, dtype=torch.float64) for x in _rows(u, rows)]).float().unsqueeze(0)
 
 
 @operation
 def signed_means(u: Tensor, rows: Rows) -> Tensor:
     """Return means of each row's non-negative and of its negative elements, 0 if there are none: fp32 (2, rows)."""
-    parts = [u.new_empty(2, 0)]
-    for x in _rows(u, rows)[1:]:
-        (positive, above, below), factor = _sums(x, _signed_terms)  # NaN is in both sums
+    parts = []
+    for x in _rows(u, rows):
+        positive = (x >= 0).sum(1)
+        sums = [part.sum(1, dtype=torch.float64) for part in (x.clamp(min=0), x.clamp(max=0))]  # NaN is in both sums
         counts = positive.clamp(min=1), (x.shape[1] - positive).clamp(min=1)
-        parts.append(torch.stack([above / counts[0], below / counts[1]]) * factor)
-    return torch.cat(parts, 1)
+        parts.append(torch.stack([total / count for total, count in zip(sums, counts, strict=True)]))
+    return torch.cat(parts, 1).float()
 
 
 @operation
 def clipped_maxima(u: Tensor, rows: Rows, clip: float) -> Tensor:
     """Return the largest magnitude of each row of `u`, or `clip` times its root mean square if that is less, fp32."""
-    parts = [u.new_empty(1)[:0]]
-    for row in (row for x in _rows(u, rows) for row in x):
-        # For each tile, find the largest value, and the norm in units of it, which is in range.
-        found = [_largest_and_norm(tile) for tile in row.split(at_a_time(row))]
-        largest, norms = (torch.stack(part) for part in zip(*found, strict=True))
-        most = largest.amax()
-        total = torch.linalg.vector_norm(norms * (largest / torch.where(most > 0, most, 1)))
-        # In units of the largest value, nothing is out of range. 1e30 replaces infinity, which times 0 is NaN.
-        parts.append((most * (total * min(clip / math.sqrt(len(row)), 1e30)).clamp(max=1)).view(1))
-    return torch.cat(parts)
+    parts = []
+    for x in _rows(u, rows):
+        norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+        # 1e30 replaces infinity, which times 0 is NaN.
+        parts.append(torch.minimum(x.abs().amax(1), norms * (min(clip, 1e30) / math.sqrt(x.shape[1]))))
+    return torch.cat(parts).float()
 
 
 def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
@@ -84,46 +75,6 @@ def norms_of_rows(u: Tensor, rows: Rows) -> Tensor:
 def _rows(u: Tensor, rows: Rows) -> list[Tensor]:
     """Return an empty tensor, and then the rows of each parameter, (rows, length)."""
     return [u[:0].view(0, 1), *(u[start:stop].view(-1, length) for start, stop, *_, length in rows)]
-
-
-def _sums(x: Tensor, terms: Callable[[Tensor, float], list[Tensor]]) -> tuple[Tensor, float]:
-    """Return sums over rows, (sums, rows), in units of a power of two that keeps them in range, and that power.
-
-    The sums are computed in fp32, one tile at a time, which stays in the cache. Their last bits depend on the tiles.
-
-    Args:
-        x: the rows, (rows, n), fp32.
-        terms: returns sums over the rows of a part of `x`, given the part and a factor on its values.
-    """
-    most, length = at_a_time(x), x.shape[1]
-    tiles = [row.view(1, -1).split(most, 1) for row in x] if length > most else [[y] for y in x.split(most // length)]
-    sums = x
-    # On the CPU, first try without scaling, which saves a pass. Then the host has to check the sums.
-    for exponent in ([0] if x.device.type == "cpu" else []) + [(length - 1).bit_length()]:
-        found = [[terms(part, 2.0**-exponent) for part in group] for group in tiles]
-        parts = [[functools.reduce(torch.add, same) for same in zip(*group, strict=True)] for group in found]
-        sums = torch.stack([torch.cat(same) for same in zip(*parts, strict=True)])
-        if not exponent and bool(sums.isfinite().all()):
-            break
-    return sums, 2.0**exponent
-
-
-def _signed_terms(x: Tensor, scale: float) -> list[Tensor]:
-    sums = [_times(x.clamp(min=0), scale).sum(1), _times(x.clamp(max=0), scale).sum(1)]
-    return [(x >= 0).sum(1, dtype=torch.int32).float(), *sums]
-
-
-def _times(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1 else x * scale
-
-
-def _largest_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude of `x`, and the 2-norm of `x` divided by it."""
-    y = x.abs()
-    largest = y.amax()
-    if x.device.type == "cpu" and 1e-15 < float(largest) < 1e15:
-        return largest, torch.linalg.vector_norm(y) / largest  # no square is out of range
-    return largest, torch.linalg.vector_norm(y / torch.where(largest > 0, largest, 1))
 
 
 def _numbers(

@@ -123,8 +123,8 @@ def _round(
     x = (x + _noise(index, key, step, FIRST, SECOND) + 12582912.0) - 12582912.0
     byte = tl.sum(tl.where(valid, x.to(tl.int32) + 1, 0) << 2 * lane, 1)
     place = start // 4 + tl.arange(0, TILE // 4)
-    # The number of bytes is that of a multiple of 8 codes.
-    tl.store(packed + place, byte.to(tl.uint8), mask=place < (numel + 7) // 8 * 2)
+    # The number of bytes is that of a multiple of 8 codes; this multiple may exceed 31 bits.
+    tl.store(packed + place, byte.to(tl.uint8), mask=place < (numel - 1) // 8 * 2 + 2)
     tl.store(update + index, x * scale, mask=valid)
 
 

@@ -26,7 +26,7 @@ KERNEL void kth_largest(const int32_t *bits, int64_t *result, int64_t numel, int
 
 /* Searches blocks `first` to `last` of a list, or of all blocks if there is no list. The last block may have fewer
    elements. `count` is the number of entries found so far, and is updated. Once there are `enough`, only magnitudes
-   above the threshold are added. The results have room for one entry more than there are elements. */
+   above the threshold are added. The results have room for all elements of the blocks. */
 KERNEL void entries_of_blocks(const int32_t *bits, const int64_t *blocks, int64_t *restrict indices,
                               int32_t *restrict magnitudes, int64_t *count, int64_t first, int64_t last,
                               int64_t block, int64_t numel, int64_t threshold, int64_t enough)
