@@ -290,8 +290,8 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
         )
     if given.get("rescale") and made.local_steps > 1:
         raise ValueError(
-            f"rescale=True of {name!r} with local_steps={made.local_steps} has no effect: {made.local_steps} local steps "
-            f"are not one step of dense training. Leave rescale out."
+            f"rescale=True of {name!r} with local_steps={made.local_steps} has no effect: several local steps are not "
+            f"one step of dense training. Leave rescale out."
         )
     return made
 

@@ -188,7 +188,7 @@ class Broken(Echo):
 
     def _all_gather(self, x):
         rows = super()._all_gather(x)
-        if self._begun - 1 in self.calls:
+        if self._counts["begun"] - 1 in self.calls:
             rows[1][40] ^= 1
         return rows
 

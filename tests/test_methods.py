@@ -350,3 +350,18 @@ def test_bad_input(call, error, message):
 
 def test_dense_method_is_identity():
     assert method("dense") == Method(Identity(), NoMemory(), AllReduceMean())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("efsignsgd", {"momentum": "mask"}),
+        ("diloco", {"momentum": "pay_out"}),
+        ("sparseloco", {"rescale": True}),
+        ("memsgd", {"rescale": True, "local_steps": 2}),
+    ],
+)
+def test_an_option_of_the_exchange_without_effect_is_an_error(name, options):
+    with pytest.raises(ValueError, match="has no effect"):
+        method(name, **options)
+    method(name, **{key: {"momentum": "keep", "rescale": False}.get(key, value) for key, value in options.items()})
