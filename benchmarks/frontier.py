@@ -59,8 +59,8 @@ class OneBit(TopK):
 
     exposes_nonfinite = False
 
-    def encode(self, entries: Entries, ctx: Context) -> tuple[Payload, Entries]:
-        numel = ctx.segment.numel
+    def compress(self, u: Tensor, ctx: Context) -> tuple[Payload, Entries]:
+        entries, numel = self.entries(u, ctx), ctx.segment.numel
         capacity = self.capacity(numel, ctx.density)
         rows = nn.functional.pad(entries.values, (0, -capacity % ROW)).view(-1, ROW)
         magnitudes = (rows.abs().sum(1) / (rows != 0).sum(1).clamp(min=1)).bfloat16()

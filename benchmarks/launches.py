@@ -82,13 +82,13 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
                 updates.begin(optimizer)
                 optimizer.step()
             launched.clear()
-            calls = comm._calls
+            calls = comm._counts["done"]
             with Operations() as operations:
                 if updates is not None:
                     updates.exchange(optimizer)
                 else:
                     reducer.reduce_({key: param.grad for key, param in model.items()})
-    found = {"triton": len(launched), "torch": operations.count, "collectives": comm._calls - calls}
+    found = {"triton": len(launched), "torch": operations.count, "collectives": comm._counts["done"] - calls}
     return row | found | {"launches": sum(found.values())}
 
 

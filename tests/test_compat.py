@@ -637,6 +637,7 @@ def test_lightning_saves_and_requeues(monkeypatch, tmp_path):
 def test_the_workers_of_a_loader_get_their_seeds(monkeypatch):
     run = pl.Trainer(accelerator="cpu", devices=1, barebones=True)
     loader = torch.utils.data.DataLoader([0])
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
     _compat.seed_workers(run, loader)
     assert loader.worker_init_fn is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
