@@ -236,13 +236,13 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
                 for name, per_param in state["elements"].items()
             }
         for name, per_param in state["elements"].items():
-            shapes = {param: value.shape for param, value in per_param.items()}
-            if shapes != {param: value.shape for param, value in result["elements"].get(name, {}).items()}:
-                raise ValueError(f"Reducer states of two ranks differ in the parameters of their {name}.")
-            resize = state["resize"][name]
-            if (resize == "sum" and mine) or (resize == "mean" and of_moments):
-                for param, value in per_param.items():
-                    result["elements"][name][param].add_(value, alpha=factor if resize == "sum" else 1.0)
+            resize, into = state["resize"][name], result["elements"].setdefault(name, {})
+            for param, value in per_param.items():
+                total = into.setdefault(param, torch.zeros_like(value))
+                if total.shape != value.shape:
+                    raise ValueError(f"Reducer states of two ranks differ in the shape of {param!r}.")
+                if (resize == "sum" and mine) or (resize == "mean" and of_moments):
+                    total.add_(value, alpha=factor if resize == "sum" else 1.0)
     for name in (name for name in result["elements"] if result["resize"][name] == "mean"):
         for value in result["elements"][name].values():
             value.div_(max(1, added))

@@ -449,3 +449,12 @@ def test_quantized_moments_are_those_of_one_rank():
     for rank in range(2):
         found = resized([states[source] for source in sources(rank, 2, 4)], rank, 2)["optimizers"]["0"]["state"][0]
         assert (found["codes"].tolist(), found["scales"].tolist()) == ([rank] * 4, [rank])
+
+
+def test_a_state_that_a_rank_lacks_counts_as_zeros():
+    """As that of a frozen parameter, of a node whose files were lost."""
+    states = [state(rank, 4) for rank in range(4)]
+    del states[0]["elements"]["residual"]["b"]
+    found = resized([states[rank] for rank in sources(0, 2, 4)], 0, 2)["elements"]["residual"]
+    torch.testing.assert_close(found["b"], states[2]["elements"]["residual"]["b"] / 2)
+    torch.testing.assert_close(found["w"], sum(states[rank]["elements"]["residual"]["w"] for rank in (0, 2)) / 2)

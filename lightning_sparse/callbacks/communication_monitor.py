@@ -139,8 +139,9 @@ class CommunicationMonitor(StepCallback):
         scalars = {
             "communication/bytes_per_step": per_step,
             "communication/bytes_total": self._total(),
-            "communication/density": 1.0 if seen is None else seen.density,
         }
+        if seen is not None or not reducer.method.compresses:  # else `auto_ddp` has just switched
+            scalars["communication/density"] = 1.0 if seen is None else seen.density
         if per_step > 0:
             scalars["communication/times_fewer_than_fp32"] = reducer.routing.dense_nbytes / per_step
             scalars["communication/times_fewer_than_bf16"] = reducer.routing.dense_nbytes / 2 / per_step

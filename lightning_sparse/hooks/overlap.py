@@ -216,10 +216,9 @@ class BackwardOverlap:
         return _Plan(parts, index, trained, self._groups, hooks)
 
     def _is_as_planned(self) -> bool:
-        """Return whether the plan has the same parameters, the same frozen ones and the same groups."""
-        plan, params = self._plan, self._updates.parameters.values()
-        same = len(plan.index) == len(params) and all(param in plan.index for param in params)
-        same = same and self._groups == plan.groups
+        """Return whether the plan has the same segments, the same frozen parameters and the same groups."""
+        plan = self._plan
+        same = [part.segment for part in plan.parts] == self._updates.segments and self._groups == plan.groups
         return same and all(param.requires_grad == trained for param, trained in plan.trained)
 
     @property

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +362,7 @@ def _load_own_optimizers(
     """
     if (saved := info.get("optimizers")) is not None:
         own = sidecars.merge(_plain(present), own, saved, changed)
+        _put_back(own, present)
     for name, optimizer in part.optimizers.items():
         if name in own:
             needed = sidecars.options_of(optimizer)
@@ -380,7 +382,7 @@ def _plain(value: Any, name: str = "") -> Any:
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, Mapping):
-        odd = {key: x for key, x in value.items() if not isinstance(x, READABLE) or hasattr(x, "_fields")}
+        odd = {key: x for key, x in value.items() if _is_odd(x)}
         if odd and name:
             kinds = listed(sorted({f"{key!r} ({type(item).__name__})" for key, item in odd.items()}), sidecars.NAMED)
             _warn_once(
@@ -393,3 +395,19 @@ def _plain(value: Any, name: str = "") -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _is_odd(value: Any) -> bool:
+    """Return whether a value, or an item of a list, is an object that torch.load does not read safely."""
+    if not isinstance(value, READABLE) or isinstance(value, Enum) or hasattr(value, "_fields"):
+        return True
+    return isinstance(value, list | tuple) and any(map(_is_odd, value))
+
+
+def _put_back(into: Any, whole: Any) -> None:
+    """Put the objects that `_plain` leaves out of `whole` into the same places of dictionaries and lists."""
+    for key, value in whole.items() if isinstance(whole, Mapping) else enumerate(whole):
+        if _is_odd(value):
+            into[key] = value
+        elif isinstance(value, Mapping | list) and (key in into if isinstance(into, Mapping) else key < len(into)):
+            _put_back(into[key], value)

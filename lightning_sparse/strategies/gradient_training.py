@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_sparse._compat import ddp_options
+from lightning_sparse._compat import ddp_options, has_step_hooks
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
@@ -81,9 +81,15 @@ class GradientTraining(Training):
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._warn_of_unknown(optimizer)
-        if self._strategy._options.reducer.on_nonfinite == "raise" or self._strategy.scaler or self._own_scaler:
+        if not self._skips:
             return None
         return with_gradients(args, kwargs, functools.partial(self._drop_nonfinite, optimizer))
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a step is left out if a gradient is not finite, without a gradient scaler that does so."""
+        options = self._strategy._options.reducer
+        return options.on_nonfinite == "skip" and not self._strategy.scaler and not self._own_scaler
 
     def _drop_nonfinite(self, optimizer: Optimizer) -> None:
         """Remove the gradients of a step that all ranks skip, so that the optimizer does nothing: all are NaN."""
@@ -178,7 +184,10 @@ class GradientTraining(Training):
         def once() -> Any:
             if self._method.compresses and self.exchanger.reductions > before:
                 raise self.failed(closure_called_twice_message(optimizer, self._method))
-            return closure()
+            loss = closure()
+            if not has_step_hooks(optimizer) and self._skips:
+                self._drop_nonfinite(optimizer)
+            return loss
 
         result = step(once)
         if not self._has_stepped:  # by now, Fabric has set up all optimizers, and there are gradients

@@ -70,8 +70,11 @@ class UpdateTraining(Training):
             rank = self._strategy.global_rank
             log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
             optimizer.zero_grad()
-        elif options.clip_norm is not None and options.clip_norm < norm < math.inf:
-            torch._foreach_mul_(grads, options.clip_norm / norm)
+        elif options.clip_norm is not None:
+            scale = getattr(optimizer, "grad_scale", None)  # a GradScaler lets a fused optimizer unscale gradients
+            largest = options.clip_norm * (1.0 if scale is None else float(scale))
+            if largest < norm < math.inf:
+                torch._foreach_mul_(grads, largest / norm)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import parameters_by_name
-from lightning_sparse.comm.broadcast import broadcast
+from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import check_all_sharded, like, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
+from lightning_sparse.updates.parameters import exchanged_parameters, is_frozen, owners_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
 
@@ -70,11 +70,15 @@ class DeltaExchange:
         weights = locals_of(self.parameters)
         if reducer.layout is None:
             reducer.setup(weights, numbers)
-        reducer.expect_later(parameters_by_name(model).keys() - self.parameters.keys())
+        self._expect_later(model)
         self._lay_out(weights, optimizer_of)
         self._begun: set[Optimizer] = set()
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
         self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
+
+    def _expect_later(self, model: nn.Module) -> None:
+        self._by_name = parameters_by_name(model)
+        self._reducer.expect_later(self._by_name.keys() - self.parameters.keys())
 
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None
@@ -153,7 +157,7 @@ class DeltaExchange:
         self.refresh_parameters()
         self._begun.add(optimizer)
         for each in self.of(optimizer):
-            frozen = {name for name in each.segment.names if _is_frozen(self.parameters[name])}
+            frozen = {name for name in each.segment.names if is_frozen(self.parameters[name])}
             if frozen != each.frozen:
                 self._check_trained()
                 self.complete()  # a pending exchange has no update of a frozen parameter
@@ -199,7 +203,7 @@ class DeltaExchange:
         by_name = parameters_by_name(model) if names else self.parameters
         number = {id(optimizer): number for number, optimizer in enumerate(self._optimizers)}
         if present == {
-            id(by_name.get(name)): [number[id(each.optimizer)]] for each in self.segments for name in each.segment.names
+            id(by_name.get(name)): {number[id(each.optimizer)]} for each in self.segments for name in each.segment.names
         }:
             return
         self._check_trained()
@@ -212,10 +216,12 @@ class DeltaExchange:
                 f"stepped when exchanging began. Make a new optimizer of the model's parameters and exchange its "
                 f"updates, by attach_updates or by a new fit; or freeze them by requires_grad_(False)."
             )
-        before = self.parameters
+        owner_of = {name: each.optimizer for each in self.segments for name in each.segment.names}
+        name_of = {id(param): name for name, param in parameters_by_name(model).items()}
+        # PEFT and pruning rename parameters.
+        now = {name: name_of[id(param)] for name, param in self._by_name.items() if id(param) in name_of}
         self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers, self.ids)
-        name_of = {id(param): name for name, param in self.parameters.items()}
-        now = {name: name_of[id(param)] for name, param in before.items()}  # PEFT and pruning rename parameters
+        moved = [now[name] for name, owner in owner_of.items() if optimizer_of[now[name]] is not owner]
         weights = {now[name]: w for each in self.segments for name, w in each.weights.items()}
         frozen = {now[name] for each in self.segments for name in each.frozen}
         self._new = [now.get(name, name) for name in self._new]
@@ -225,9 +231,9 @@ class DeltaExchange:
         for kind, kept in state["elements"].items():
             state["elements"][kind] = {now.get(name, name): x for name, x in kept.items()}
         self._reducer.setup(params, numbers)
-        self._reducer.expect_later(parameters_by_name(model).keys() - params.keys())
+        self._expect_later(model)
         self._reducer.load_state_dict(state)
-        self._new += new
+        self._new += [*new, *(moved if self._rule.local_steps > 1 else ())]  # ranks may differ in them
         self._lay_out({**weights, **new}, optimizer_of)
         for each in self.segments:
             each.frozen = frozen.intersection(each.segment.names)
@@ -341,12 +347,14 @@ class DeltaExchange:
         ours = {name for each in self.of(optimizer) for name in each.segment.names}
         if new := [name for name in self._new if name in ours]:
             tensors = [local(self.parameters[name]).detach() for name in new]
-            broadcast(self._reducer.comm, tensors, tensors[0].device)
+            broadcast_differing(self._reducer.comm, tensors, tensors[0].device)
         self._new = [name for name in self._new if name not in ours]
 
     # A pending exchange.
 
     def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
+        if not pending:  # all parameters of the optimizer are frozen
+            return
         reducer = self._reducer
         reducer.in_flight = True
 
@@ -414,11 +422,6 @@ class DeltaExchange:
             each.restore_()
         if self._rule.delayed:
             self._reducer.in_flight = True  # its state belongs to no complete step
-
-
-def _is_frozen(param: Tensor) -> bool:
-    """Return whether an optimizer leaves a parameter out. It steps a frozen one that still has a gradient."""
-    return not param.requires_grad and param.grad is None
 
 
 def _groups_of(optimizer: Optimizer) -> dict[int, Any]:

@@ -50,7 +50,7 @@ def exchanged_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if not param.requires_grad and id(param) not in before:
+                if is_frozen(param) and id(param) not in before:
                     continue
                 name = names.get(id(param))
                 if name in ignored:
@@ -81,7 +81,7 @@ def exchanged_parameters(
 
 def owners_of_exchanged(
     model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int]
-) -> dict[int, list[int]]:
+) -> dict[int, set[int]]:
     """Return the numbers of the optimizers that step each exchanged parameter, by its id. Several are an error.
 
     Args:
@@ -89,12 +89,17 @@ def owners_of_exchanged(
     """
     ignored = ignored_by_ddp(model)
     left_out = {id(param) for name, param in parameters_by_name(model).items() if name in ignored} if ignored else set()
-    found: dict[int, list[int]] = {}
+    found: dict[int, set[int]] = {}
     for number, optimizer in enumerate(optimizers):
         for param in parameters_of([optimizer]):
-            if (param.requires_grad or id(param) in before) and id(param) not in left_out:
-                found.setdefault(id(param), []).append(number)
+            if (id(param) in before or not is_frozen(param)) and id(param) not in left_out:
+                found.setdefault(id(param), set()).add(number)
     return found
+
+
+def is_frozen(param: Tensor) -> bool:
+    """Return whether an optimizer leaves a parameter out. It steps a frozen one that still has a gradient."""
+    return not param.requires_grad and param.grad is None
 
 
 def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

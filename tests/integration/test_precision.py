@@ -12,6 +12,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_sparse import METHODS, NonFiniteGradient
+from tests.integration.test_saving import Unhooked
 from tests.integration.trainers import (
     Gan,
     Loader,
@@ -243,6 +244,15 @@ def test_without_a_scaler_a_step_is_left_out_by_option(name):
         return outcomes
 
     assert all(map(all, lightning_ranks(2, rank)))
+
+
+def test_an_optimizer_without_hooks_leaves_out_a_step_too():
+    def rank(rank: int) -> bool:
+        net = Spoilt({2: ("layers.0.weight", float("nan"))} if rank else {}, optimizer=Unhooked, lr=0.05)
+        fit(strategy("dense", 0.1, on_nonfinite="skip"), net, Loader(rank, 2, 5))
+        return bool(net.weights.isfinite().all())
+
+    assert lightning_ranks(2, rank) == [True, True]
 
 
 @pytest.mark.reliability("NaN in a gradient", checked="one error on all ranks, naming parameter, rank and step")

@@ -2800,3 +2800,72 @@ def test_frozen_parameters_of_an_optimizer_get_no_state_until_they_are_unfrozen(
     assert torch.equal(weights, others)
     # The second checkpoint has residuals of parameters that are frozen when the resumed run loads it.
     assert all(torch.equal(each, weights) for each in resumed)
+
+
+class Twice(Net):
+    """Gives its optimizer a parameter twice, as of tied weights. Torch warns only."""
+
+    def configure_optimizers(self) -> Any:
+        return ADAMW([*self.parameters(), self.layers[3].weight], 0.01)
+
+
+class Ahead(Gan):
+    """Steps both optimizers after both backward passes, and keeps the discriminator frozen but for these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return [ADAMW(part.parameters(), 0.01) for part in (self.generator, self.discriminator)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        noise, real = (nn.functional.one_hot(part, 16).float() for part in batch)
+        first, second = self.optimizers()
+        self.discriminator.requires_grad_(True)
+        self.manual_backward(self.discriminator(self.generator(noise)).mean() - self.discriminator(real).mean())
+        self.discriminator.requires_grad_(False)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["backward", *in_full("none", "next_step")])
+def test_a_parameter_given_twice_is_exchanged_and_so_is_a_frozen_one_with_a_gradient(overlap):
+    def run(rank: int) -> Any:
+        found, lays, setup = [], [], Reducer.setup
+        Reducer.setup = lambda *args: lays.append(setup(*args))  # type: ignore[method-assign]
+        for net in (Twice(), Ahead()):
+            lays.clear()
+            trainer(SparseDDPStrategy("topk", density=0.2, overlap=overlap), 2).fit(net, Loader(rank, 2, 6))
+            found.append((torch.cat([x.detach().flatten() for x in net.parameters()]), len(lays)))
+        return found
+
+    first, second = lightning_ranks(2, run)
+    for (weights, lays), (others, _), most in zip(first, second, (1, 2), strict=True):
+        assert torch.equal(weights, others)
+        assert lays <= most  # not in each step
+
+
+@pytest.mark.parametrize("overlap", [*in_full("none"), "next_step"])
+def test_an_optimizer_of_frozen_parameters_alone_waits_for_nothing(overlap, tmp_path):
+    class Alternating(Net):
+        def configure_optimizers(self) -> Any:
+            return [ADAMW(part.parameters(), 0.01) for part in (self.layers, self.embedding)]
+
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            self.embedding.requires_grad_(index > 5)
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers()[index % 2].step()
+            self.zero_grad()
+
+    def run(rank: int) -> Tensor:
+        net = Alternating()
+        net.automatic_optimization = False
+        net.embedding.requires_grad_(False)
+        saves = [pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)]
+        trainer(sparse(overlap=overlap), 2, callbacks=saves).fit(net, Loader(rank, 2, 8))
+        return net.weights
+
+    first, second = lightning_ranks(2, run)
+    assert torch.equal(first, second)
