@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,15 +40,9 @@ else:
     ModelParallelStrategy = object
 
 
-class ReductionControl:
-    """Fabric's switch for FSDP2's averages within a replica, see `Fabric.no_backward_sync`.
-
-    Lightning's switch also leaves them off after a block with `enabled=False`.
-    """
-
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients without averaging them."""
-        return without_reduction(module) if enabled else contextlib.nullcontext()
+def _without_averages(module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Accumulate gradients without averages. Lightning's function leaves them off after `enabled=False`."""
+    return without_reduction(module) if enabled else contextlib.nullcontext()
 
 
 def _unchanged(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
@@ -85,7 +80,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
     def _begin(self) -> None:
         super()._begin()
-        self._backward_sync_control: Any = ReductionControl()
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_averages)
 
     @property
     def _precision_name(self) -> str:
