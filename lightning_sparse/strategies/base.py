@@ -44,6 +44,8 @@ class SparseStrategy:
     """Advice to clip gradients after backward."""
     _class_name: ClassVar[str]
     """The name of the strategy's class in the module of each of Lightning's names."""
+    _plugin_name: ClassVar[str]
+    """The name of the attribute with Lightning's precision plugin."""
 
     if TYPE_CHECKING:
 
@@ -149,7 +151,8 @@ class SparseStrategy:
     @property
     def scaler(self) -> Any:
         """Lightning's gradient scaler; None if there is none, or if it is disabled and so skips no step."""
-        raise NotImplementedError
+        scaler = getattr(getattr(self, self._plugin_name), "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     def _choose(self, optimizers: Sequence[Optimizer]) -> tuple[Method, str, str]:
         """Choose the exchange for a model's optimizers, on this rank.

@@ -26,7 +26,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.training import Training, enabled_scaler
+from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class FabricCalls:
     """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
-    _clipping = "call fabric.clip_gradients"
+    _clipping, _plugin_name = "call fabric.clip_gradients", "precision"
 
     if TYPE_CHECKING:
 
@@ -61,10 +61,6 @@ class FabricCalls:
     @classmethod
     def _lightning(cls, namespace: str) -> ModuleType:
         return import_module(FABRIC[namespace])
-
-    @property
-    def scaler(self) -> Any:
-        return enabled_scaler(self.precision)
 
     @property
     def reducers(self) -> list[Reducer]:

@@ -82,10 +82,6 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         super()._begin()
         self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_averages)
 
-    @property
-    def _precision_name(self) -> str:
-        return str(self.precision.precision)
-
     # Models and optimizers:
 
     def _prepare(self, module: torch.nn.Module) -> Any:

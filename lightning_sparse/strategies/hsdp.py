@@ -50,14 +50,6 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_exchanger": None}
 
-    @property
-    def _precision_name(self) -> str:
-        return str(self.precision_plugin.precision)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        self._start_exchange(trainer)
-
     def _start_exchange(self, trainer: Any) -> None:
         self._reducer = self._exchanger = None  # free the residuals of an earlier exchange before allocating new ones
         assert self.model is not None

@@ -178,7 +178,7 @@ class HSDPOptions:
             ValueError: the precision is not supported, or the numbers do not fit the number of ranks.
         """
         # Lightning checks the precision only of some instances of ModelParallelStrategy, and never of plugins.
-        if (precision := self._precision_name) not in PRECISIONS:
+        if (precision := str(getattr(self, self._plugin_name).precision)) not in PRECISIONS:
             raise ValueError(
                 f"{type(self).__name__} with precision={precision!r}: choose {' or '.join(PRECISIONS)}; or leave it "
                 f"out, and give fully_shard a MixedPrecisionPolicy."
@@ -193,11 +193,6 @@ class HSDPOptions:
                 f"divisor of {self.world_size // tensor_parallel or 1} as replicas, or leave it out for one per node."
             )
         return replicas, self.world_size // (replicas * tensor_parallel), tensor_parallel
-
-    @property
-    def _precision_name(self) -> str:
-        """Lightning's name of the precision."""
-        raise NotImplementedError
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -59,10 +59,6 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Do nothing: Lightning registers hooks on CUDA only. `GradientTraining` registers ours."""
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        self._start_exchange(trainer)
-
     def _wrap(self) -> DistributedDataParallel:
         """Wrap the model."""
         delay_static_graph_again(self)
