@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import GradientExchanger, exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks import GradientExchanger, report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
@@ -100,14 +100,14 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         self._agree_on(what, method, module, optimizers)
         training: GradientTraining | UpdateTraining
         if what == "gradient":
-            with self._without_broadcast():
+            with self._with_ddp_options(init_sync=False):
                 ddp = module = self._set_up(module)
             training = GradientTraining(self, ddp, optimizers, method)
             training.begin()
             weakref.finalize(ddp, training.close)
             ddp.register_forward_hook(_ExplainFailures(training.exchanger), always_call=True)
         else:
-            training = UpdateTraining(self, self._exchange_updates(exchange_updates, module, optimizers, method))
+            training = UpdateTraining(self, self._exchange_updates(module, optimizers, method))
             if not training.exchanger.reducer.method.delayed:
                 training.note = " They are exchanged after the step."
         self._trainings[module] = training

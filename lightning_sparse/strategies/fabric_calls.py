@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse._lightning import FABRIC
-from lightning_sparse.hooks import report_errors_to_peers
+from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
 from lightning_sparse.hooks.updates import unstepped
 from lightning_sparse.reducer import Reducer
@@ -36,6 +36,7 @@ class FabricCalls:
     """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
     _clipping, _plugin_name = "call fabric.clip_gradients", "precision"
+    _make_exchanger = staticmethod(exchange_updates)
 
     if TYPE_CHECKING:
 

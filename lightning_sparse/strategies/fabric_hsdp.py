@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.methods import Method
 from lightning_sparse.replica_checkpoint import write_replica
@@ -97,7 +97,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             with report_errors_to_peers():
                 reshard(module)
                 check_all_stepped(module, optimizers)
-        exchanger = self._begin_between_replicas(exchange_updates, module, optimizers)
+        exchanger = self._begin_between_replicas(module, optimizers)
         if exchanger is None:
             self._trainings[module] = Training()
             return module

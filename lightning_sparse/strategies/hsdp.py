@@ -53,7 +53,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
     def _start_exchange(self, trainer: Any) -> None:
         self._reducer = self._exchanger = None  # free the residuals of an earlier exchange before allocating new ones
         assert self.model is not None
-        self._exchanger = self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
+        self._exchanger = self._begin_between_replicas(self.model, self.optimizers)
         if self._exchanger is not None:
             training = TrainerUpdates(self, self._exchanger)
             training.note = self._note

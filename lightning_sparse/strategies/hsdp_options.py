@@ -7,7 +7,7 @@ that hold the same shard in different replicas exchange the updates of their opt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -220,12 +220,11 @@ class HSDPOptions:
         return not method.compresses and not exchanges_updates and options.overlap == "none"
 
     def _begin_between_replicas(
-        self, make: Callable[..., UpdateExchanger], model: torch.nn.Module, optimizers: Sequence[Optimizer]
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
     ) -> UpdateExchanger | None:
         """Begin the exchange of updates, or let replicas average gradients. All ranks call it.
 
         Args:
-            make: gets the arguments of `UpdateExchanger`.
             model: the sharded model.
             optimizers: its optimizers.
 
@@ -248,7 +247,7 @@ class HSDPOptions:
             tensors = [local(x).detach() for x in (*model.parameters(), *model.buffers())]
             broadcast_differing(ProcessGroupComm(group), tensors, self.root_device)
             return None
-        return make(
+        return self._make_exchanger(  # type: ignore[no-any-return]
             model,
             optimizers,
             *options.for_updates(options.method, self.device_mesh.shape[0]),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks import Exchanger
+from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.rendezvous import Rendezvous
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class TrainerCalls:
     """A Trainer's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
-    _plugin_name = "precision_plugin"
+    _plugin_name, _make_exchanger = "precision_plugin", UpdateExchanger
 
     if TYPE_CHECKING:
 
