@@ -18,6 +18,7 @@ from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.hooks import agree
 from lightning_sparse.methods import Method
+from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.strategies.fit_checks import check_optimizers, check_placement
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.training import Training
@@ -205,9 +206,7 @@ class SparseStrategy:
         assert training.exchanger is not None
         reducer = training.exchanger.reducer
         if isinstance(reducer.method.aggregator, TwoLevel):
-            nodes: list[Any] = [None] * self.world_size
-            dist.all_gather_object(nodes, self.node_rank)
-            check_placement(nodes, reducer.method.aggregator.ranks_per_node)
+            check_placement(gather(self.node_rank), reducer.method.aggregator.ranks_per_node)
         if self.global_rank == 0:
             self.inform(run_summary(reducer, loggers, f"{training.exchanger.note}{training.note} Chosen by {why}."))
         if reducer.comm.size == 1 and reducer.method.compresses and self.global_rank == 0:
