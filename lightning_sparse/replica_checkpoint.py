@@ -81,7 +81,7 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish
     from torch.distributed.checkpoint.api import CheckpointException  # the import takes time
 
     state = together(lambda: replica_state(model, exchange), ValueError)
-    tag = _gather(secrets.token_hex(8))[0]
+    tag = gather(secrets.token_hex(8))[0]
     entry = entry_of(tag, exchange)
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
@@ -128,7 +128,7 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
         "size": dist.get_world_size(),
         "step": reducer.step,
         "skipped": reducer.skipped,
-        "replicas": _gather(exchange.comm.rank),
+        "replicas": gather(exchange.comm.rank),
     }
 
 
@@ -417,8 +417,10 @@ def _read_entry(path: str) -> State:
     return entry
 
 
-def _gather(value: T) -> list[T]:
-    """Return the values of all ranks."""
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, or of this one if there is no process group."""
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -432,7 +434,7 @@ def together(call: Callable[[], T], kind: type[Exception]) -> T:
     except Exception as caught:
         error = caught
         own = str(error) or repr(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(_gather(own)):
+    for rank, text in enumerate(gather(own)):
         if text:
             raise kind(f"Rank {rank}: {text}") from error
     return result

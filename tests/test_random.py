@@ -21,6 +21,7 @@ from lightning_sparse.compressors.base import Entries, drop_padding
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.observer import Observer
 from lightning_sparse.state import resized, sources
+from tests.integration.trainers import same
 from tests.support.profiles import PROFILE
 from tests.support.tiers import full
 from tests.support.training import make
@@ -217,14 +218,6 @@ class Run:
 
     def kept(self, name: str) -> Tensor:
         return sum((e[name].double() for e in self.reducer.state_dict()["elements"].values()), torch.zeros(()))
-
-
-def same(one, other) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
 
 
 @full

@@ -28,12 +28,9 @@ from reproductions.gaussiank_distributions import (
     verdict,
 )
 from tests.support.tiers import full
+from tests.support.vectors import laplace
 
 CONFIG = {"seed": 0, "draws": 3}
-
-
-def laplace(numel):
-    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
 
 
 @pytest.mark.parametrize(

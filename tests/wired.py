@@ -30,6 +30,7 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.base import Comm, Op, _SubComm
 from lightning_sparse.compressors import TopK
 from tests.support.kernels import no_waiting
+from tests.support.vectors import flat
 
 STEPS, WARM = 5, 2
 CALLED: Counter[str] = Counter()
@@ -125,7 +126,7 @@ def train(case: str, device: str) -> Tensor:
             step(x)
     if case in UPDATES:
         exchange_pending(optimizer)
-    return torch.cat([param.detach().flatten() for param in net.parameters()]).cpu()
+    return flat(net).cpu()
 
 
 def compare(case: str, device: str, comm: type[ProcessGroupComm] = Wired) -> str:

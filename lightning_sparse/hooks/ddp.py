@@ -88,15 +88,7 @@ def attach(
                 f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
                 f"optimizer, ...), or another method, such as 'topk'."
             )
-        reducer_options = ReducerOptions(
-            granularity=granularity,
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-            loss_scale=loss_scale,
-            on_nonfinite=on_nonfinite,
-            clip_norm=clip_norm,
-        )
+        reducer_options = ReducerOptions.of(locals())
         reducer_options.check_method(method, counts_epochs=False)
     return exchange_gradients(ddp, method, reducer_options, timeout=timeout).reducer
 

@@ -123,13 +123,7 @@ def attach_updates(
                 "overlap out, set overlap='next_step', or train with SparseDDPStrategy."
             )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
-        reducer_options = ReducerOptions(
-            granularity=granularity,
-            bucket_cap_mb=bucket_cap_mb,
-            density_warmup=density_warmup,
-            density_warmup_steps=density_warmup_steps,
-            seed=seed,
-        )
+        reducer_options = ReducerOptions.of(locals())
         reducer_options.check_method(resolve_method(method, density, **options), counts_epochs=False)
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         method, reducer_options = resolve_updates(method, density, reducer_options, ranks=ranks, **options)

@@ -23,7 +23,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -427,7 +427,8 @@ class AutoDDP(AutoStrategy):
 
     def _use_stock(self, name: str, trainer: Any) -> None:
         self._reducer = None
-        with self._own_buckets():
+        # DistributedDataParallel chooses the size of its buckets, unless it is given: its first one is smaller.
+        with self._with_ddp_options(bucket_cap_mb=self._arguments.get("bucket_cap_mb")):
             ddp = self._wrap()
         states, reducer = initial_states(ddp, ddp_options(self)), self._auto.reducer_options
         stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
@@ -448,16 +449,6 @@ class AutoDDP(AutoStrategy):
         finally:
             for param in frozen:
                 param.requires_grad_(False)
-
-    @contextlib.contextmanager
-    def _own_buckets(self) -> Iterator[None]:
-        """Let DistributedDataParallel choose the size of its buckets, unless it is given: its first one is smaller."""
-        options = ddp_options(self)  # type: ignore[arg-type]
-        ours, options["bucket_cap_mb"] = options["bucket_cap_mb"], self._arguments.get("bucket_cap_mb")
-        try:
-            yield
-        finally:
-            options["bucket_cap_mb"] = ours
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         if not isinstance(training, GradientTraining):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_sparse._compat import backend_name
-from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
@@ -79,7 +78,7 @@ class AutoHSDP(AutoStrategy):
         reducer = self._auto.reducer_options
         self._options = StrategyOptions("dense", None, {}, reducer, exchange="update", overlap="none")
         self._reducer = self._exchanger = None
-        self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
+        self._begin_between_replicas(self.model, self.optimizers)
         stock = average_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
         training = StockTraining(stock, self.optimizers)
         training.note = self._note

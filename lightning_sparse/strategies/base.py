@@ -18,6 +18,7 @@ from lightning_sparse._lightning import INSTALLED
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.hooks import agree
 from lightning_sparse.methods import Method
+from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.strategies.fit_checks import check_optimizers, check_placement
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.training import Training
@@ -44,6 +45,8 @@ class SparseStrategy:
     """Advice to clip gradients after backward."""
     _class_name: ClassVar[str]
     """The name of the strategy's class in the module of each of Lightning's names."""
+    _plugin_name: ClassVar[str]
+    """The name of the attribute with Lightning's precision plugin."""
 
     if TYPE_CHECKING:
 
@@ -149,7 +152,8 @@ class SparseStrategy:
     @property
     def scaler(self) -> Any:
         """Lightning's gradient scaler; None if there is none, or if it is disabled and so skips no step."""
-        raise NotImplementedError
+        scaler = getattr(getattr(self, self._plugin_name), "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     def _choose(self, optimizers: Sequence[Optimizer]) -> tuple[Method, str, str]:
         """Choose the exchange for a model's optimizers, on this rank.
@@ -202,9 +206,7 @@ class SparseStrategy:
         assert training.exchanger is not None
         reducer = training.exchanger.reducer
         if isinstance(reducer.method.aggregator, TwoLevel):
-            nodes: list[Any] = [None] * self.world_size
-            dist.all_gather_object(nodes, self.node_rank)
-            check_placement(nodes, reducer.method.aggregator.ranks_per_node)
+            check_placement(gather(self.node_rank), reducer.method.aggregator.ranks_per_node)
         if self.global_rank == 0:
             self.inform(run_summary(reducer, loggers, f"{training.exchanger.note}{training.note} Chosen by {why}."))
         if reducer.comm.size == 1 and reducer.method.compresses and self.global_rank == 0:

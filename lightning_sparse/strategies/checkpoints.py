@@ -12,13 +12,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.strategies.saves import Saves, warn_of_files_left, writes_at_once
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Checkpoints:
         moments = [(*part.optimizers, part.reducer.step, part.is_consistent) for part in parts]
         own = (sidecars.absolute(filepath), [secrets.token_hex(8) for _ in parts]), moments
         try:
-            ranks: list[Any] = self._gather(own) if self.strategy.all_ranks_present() else [own, None]
+            ranks: list[Any] = gather(own) if self.strategy.all_ranks_present() else [own, None]
         except Exception:
             if not self.strategy.interrupted:
                 raise
@@ -198,7 +198,7 @@ class Checkpoints:
         # Any other CheckpointIO may have written the checkpoint despite the error, or may write it later.
         failed = error is not None and writes_at_once(self.strategy.checkpoint_io)
         own = self._error_message(error), failed, self._saves.take_pruned()
-        messages, failures, pruned = zip(*self._gather(own), strict=True)
+        messages, failures, pruned = zip(*gather(own), strict=True)
         self._prune(pruned[0])
         if not any(messages):
             return
@@ -219,21 +219,14 @@ class Checkpoints:
 
     def end_training(self) -> None:
         """Remove sidecar files on all nodes at the end of training. All ranks call it."""
-        self._prune(self._gather(self._saves.take_pruned())[0])
-
-    def _gather(self, own: Any) -> list[Any]:
-        if not dist.is_initialized():
-            return [own]
-        ranks: list[Any] = [None] * self._size
-        dist.all_gather_object(ranks, own)
-        return ranks
+        self._prune(gather(self._saves.take_pruned())[0])
 
     def _error_message(self, error: Exception | None) -> str | None:
         return None if error is None else f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _gather_errors(self, own: str | None) -> list[str]:
         """Return the error messages of all ranks that have one."""
-        return [text for text in self._gather(own) if text]
+        return [text for text in gather(own) if text]
 
     def remove(self, filepath: Any, remove: Callable[[Any], None]) -> None:
         """Remove a checkpoint, by Lightning's function `remove`, and its sidecar files."""
@@ -272,7 +265,7 @@ class Checkpoints:
         """
         reducer = part.reducer
         reducer.reset()
-        if len({*self._gather((info or {}).get("tag"))}) > 1:
+        if len({*gather((info or {}).get("tag"))}) > 1:
             raise ValueError(
                 f"Ranks have different checkpoints {str(filepath)!r}. Copy one of them, and its folder, to all nodes."
             )
@@ -307,7 +300,7 @@ class Checkpoints:
                 f"files: {listed(changed, sidecars.NAMED)}."
             )
         # A foreign checkpoint may claim a million files. So each rank sends only a few, and the warning names a few.
-        lost = sorted({rank for ranks in self._gather(missing[: sidecars.NAMED + 1]) for rank in ranks})
+        lost = sorted({rank for ranks in gather(missing[: sidecars.NAMED + 1]) for rank in ranks})
         if lost and self._rank == 0:
             names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost]
             log.warning(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,32 +134,32 @@ class DDPOptions:
         self._begin()
 
     @contextlib.contextmanager
-    def _without_broadcast(self) -> Iterator[None]:
-        """Let DistributedDataParallel not send all weights: we send only tensors that differ."""
+    def _with_ddp_options(self, **changes: Any) -> Iterator[None]:
+        """Give a DistributedDataParallel that is made in the block other options.
+
+        With init_sync=False it does not send all weights: we send only tensors that differ.
+        """
         options = ddp_options(self)
-        syncs = options.get("init_sync", True)
+        before = {name: options[name] for name in changes if name in options}
+        options.update(changes)
         try:
-            options["init_sync"] = False
             yield
         finally:
-            options["init_sync"] = syncs
+            for name in changes:
+                del options[name]
+            options.update(before)
 
     def _exchange_updates(
-        self,
-        make: Callable[..., UpdateExchanger],
-        model: torch.nn.Module,
-        optimizers: Sequence[Optimizer],
-        method: Method,
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], method: Method
     ) -> UpdateExchanger:
         """Make the exchanger of optimizers' updates.
 
         Args:
-            make: gets the arguments of `UpdateExchanger`.
             model, optimizers: see `UpdateExchanger`.
             method: the compression method, see `StrategyOptions.with_nodes`.
         """
         ddp = ddp_options(self)
-        return make(
+        return self._make_exchanger(  # type: ignore[no-any-return]
             model,
             optimizers,
             *self._options.for_updates(method, self.world_size),

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import GradientExchanger, exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks import GradientExchanger, report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
@@ -38,14 +39,11 @@ else:
     DDPStrategy = object
 
 
-class BackwardSyncControl:
-    """Fabric's switch for the exchange within backward, see `Fabric.no_backward_sync`."""
-
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Skip the exchange of gradients. Backward has no exchange of updates, so nothing is skipped."""
-        if enabled and isinstance(module, DistributedDataParallel):
-            return module.no_sync()
-        return contextlib.nullcontext()
+def _without_exchange(module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Skip the exchange of gradients. Backward has no exchange of updates, so nothing is skipped."""
+    if enabled and isinstance(module, DistributedDataParallel):
+        return module.no_sync()
+    return contextlib.nullcontext()
 
 
 class _ExplainFailures:
@@ -64,20 +62,6 @@ class _ExplainFailures:
             self._exchanger.fail_in_model(error)
 
 
-class _Loaded:
-    """Stands for an optimizer while Lightning loads a checkpoint, and keeps the state that the optimizer will get."""
-
-    state: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing. Lightning recognises an object with a state by this method."""
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Keep the state."""
-        self.state = state
-
-
 class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
     """Data-parallel training with Fabric, with the options of `DDPOptions`."""
 
@@ -87,7 +71,7 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
 
     def _begin(self) -> None:
         super()._begin()
-        self._backward_sync_control: Any = BackwardSyncControl()
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_exchange)
         self._checkpoints = Checkpoints(self)
 
     # Models and optimizers:
@@ -116,14 +100,14 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         self._agree_on(what, method, module, optimizers)
         training: GradientTraining | UpdateTraining
         if what == "gradient":
-            with self._without_broadcast():
+            with self._with_ddp_options(init_sync=False):
                 ddp = module = self._set_up(module)
             training = GradientTraining(self, ddp, optimizers, method)
             training.begin()
             weakref.finalize(ddp, training.close)
             ddp.register_forward_hook(_ExplainFailures(training.exchanger), always_call=True)
         else:
-            training = UpdateTraining(self, self._exchange_updates(exchange_updates, module, optimizers, method))
+            training = UpdateTraining(self, self._exchange_updates(module, optimizers, method))
             if not training.exchanger.reducer.method.delayed:
                 training.note = " They are exchanged after the step."
         self._trainings[module] = training
@@ -178,15 +162,15 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
                 )
             return whole
         parts = self._parts(state)
-        loaded = {name: _Loaded() for part in parts for name in part.optimizers}
-        held = {**state, **loaded}
+        names = [name for part in parts for name in part.optimizers]
+        held = {**state, **dict.fromkeys(names)}  # Lightning puts their states in the place of None
         rest: dict[str, Any] = self._checkpoints.together(partial(load, path, held, *args, **kwargs), path)
-        state.update((name, value) for name, value in held.items() if name not in loaded)
+        state.update((name, value) for name, value in held.items() if name not in names)
         infos = rest.pop(sidecars.KEY, None)
         known = infos if isinstance(infos, Mapping) else {}
-        self._warn_of_early_load(path, {name: state.get(name) for name in known if name not in loaded})
+        self._warn_of_early_load(path, {name: state.get(name) for name in known if name not in names})
         for part in parts:
-            states = {name: loaded[name].state for name in part.optimizers if loaded[name].state is not None}
+            states = {name: held[name] for name in part.optimizers if held[name] is not None}
             remedy = f"fabric.load({str(path)!r}, {{'model': model}})"
             self._checkpoints.load_together(
                 part.optimizers, states, partial(_load_states, part.optimizers, states), path, remedy

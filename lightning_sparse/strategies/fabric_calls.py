@@ -19,37 +19,24 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse._lightning import FABRIC
-from lightning_sparse.hooks import report_errors_to_peers
+from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
 from lightning_sparse.hooks.updates import unstepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.training import Training, enabled_scaler
+from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 log = logging.getLogger(__name__)
 
 
-class _Waiting:
-    """A model that was set up alone and exchanges updates. It waits for its optimizers.
-
-    Attributes:
-        optimizers: the optimizers that were set up so far.
-        check: raises an error if an optimizer steps the model before the exchange begins.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.check = UnattachedOptimizerCheck((), model)
-        weakref.finalize(model, self.check.close)
-
-
 class FabricCalls:
     """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
-    _clipping = "call fabric.clip_gradients"
+    _clipping, _plugin_name = "call fabric.clip_gradients", "precision"
+    _make_exchanger = staticmethod(exchange_updates)
 
     if TYPE_CHECKING:
 
@@ -60,7 +47,9 @@ class FabricCalls:
         self._options.reducer.check_method(self._options.method, counts_epochs=False)
         # By the module that Fabric calls. They end with the module.
         self._trainings: MutableMapping[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
-        self._waiting: MutableMapping[torch.nn.Module, _Waiting] = weakref.WeakKeyDictionary()
+        # Models that wait: their optimizers so far, and a check that none steps before the exchange begins.
+        self._waiting: MutableMapping[torch.nn.Module, tuple[list[Optimizer], UnattachedOptimizerCheck]]
+        self._waiting = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the models that were set up, which belong to this process."""
@@ -73,10 +62,6 @@ class FabricCalls:
     @classmethod
     def _lightning(cls, namespace: str) -> ModuleType:
         return import_module(FABRIC[namespace])
-
-    @property
-    def scaler(self) -> Any:
-        return enabled_scaler(self.precision)
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -154,7 +139,9 @@ class FabricCalls:
             waits = self._waits(module)
         if not waits:
             return self._begin_exchange(module, [])
-        self._waiting[module] = _Waiting(module)
+        check = UnattachedOptimizerCheck((), module)
+        weakref.finalize(module, check.close)
+        self._waiting[module] = [], check
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -171,11 +158,12 @@ class FabricCalls:
             if isinstance(training, GradientTraining):
                 training.add(optimizer)
         if waiting is not None:
-            waiting.optimizers.append(optimizer)
-            if not unstepped(model, waiting.optimizers):
+            optimizers, check = waiting
+            optimizers.append(optimizer)
+            if not unstepped(model, optimizers):
                 del self._waiting[model]
-                waiting.check.close()
-                self._begin_exchange(model, waiting.optimizers)
+                check.close()
+                self._begin_exchange(model, optimizers)
         return optimizer
 
     def _model_of(self, optimizer: Optimizer) -> torch.nn.Module:

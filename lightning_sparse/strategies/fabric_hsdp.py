@@ -15,13 +15,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
+from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.methods import Method
 from lightning_sparse.replica_checkpoint import write_replica
@@ -39,15 +40,9 @@ else:
     ModelParallelStrategy = object
 
 
-class ReductionControl:
-    """Fabric's switch for FSDP2's averages within a replica, see `Fabric.no_backward_sync`.
-
-    Lightning's switch also leaves them off after a block with `enabled=False`.
-    """
-
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients without averaging them."""
-        return without_reduction(module) if enabled else contextlib.nullcontext()
+def _without_averages(module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Accumulate gradients without averages. Lightning's function leaves them off after `enabled=False`."""
+    return without_reduction(module) if enabled else contextlib.nullcontext()
 
 
 def _unchanged(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
@@ -85,11 +80,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
     def _begin(self) -> None:
         super()._begin()
-        self._backward_sync_control: Any = ReductionControl()
-
-    @property
-    def _precision_name(self) -> str:
-        return str(self.precision.precision)
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_averages)
 
     # Models and optimizers:
 
@@ -106,7 +97,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             with report_errors_to_peers():
                 reshard(module)
                 check_all_stepped(module, optimizers)
-        exchanger = self._begin_between_replicas(exchange_updates, module, optimizers)
+        exchanger = self._begin_between_replicas(module, optimizers)
         if exchanger is None:
             self._trainings[module] = Training()
             return module

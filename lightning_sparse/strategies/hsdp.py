@@ -50,18 +50,10 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_exchanger": None}
 
-    @property
-    def _precision_name(self) -> str:
-        return str(self.precision_plugin.precision)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        self._start_exchange(trainer)
-
     def _start_exchange(self, trainer: Any) -> None:
         self._reducer = self._exchanger = None  # free the residuals of an earlier exchange before allocating new ones
         assert self.model is not None
-        self._exchanger = self._begin_between_replicas(UpdateExchanger, self.model, self.optimizers)
+        self._exchanger = self._begin_between_replicas(self.model, self.optimizers)
         if self._exchanger is not None:
             training = TrainerUpdates(self, self._exchanger)
             training.note = self._note

@@ -7,7 +7,7 @@ that hold the same shard in different replicas exchange the updates of their opt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -178,7 +178,7 @@ class HSDPOptions:
             ValueError: the precision is not supported, or the numbers do not fit the number of ranks.
         """
         # Lightning checks the precision only of some instances of ModelParallelStrategy, and never of plugins.
-        if (precision := self._precision_name) not in PRECISIONS:
+        if (precision := str(getattr(self, self._plugin_name).precision)) not in PRECISIONS:
             raise ValueError(
                 f"{type(self).__name__} with precision={precision!r}: choose {' or '.join(PRECISIONS)}; or leave it "
                 f"out, and give fully_shard a MixedPrecisionPolicy."
@@ -193,11 +193,6 @@ class HSDPOptions:
                 f"divisor of {self.world_size // tensor_parallel or 1} as replicas, or leave it out for one per node."
             )
         return replicas, self.world_size // (replicas * tensor_parallel), tensor_parallel
-
-    @property
-    def _precision_name(self) -> str:
-        """Lightning's name of the precision."""
-        raise NotImplementedError
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -225,12 +220,11 @@ class HSDPOptions:
         return not method.compresses and not exchanges_updates and options.overlap == "none"
 
     def _begin_between_replicas(
-        self, make: Callable[..., UpdateExchanger], model: torch.nn.Module, optimizers: Sequence[Optimizer]
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer]
     ) -> UpdateExchanger | None:
         """Begin the exchange of updates, or let replicas average gradients. All ranks call it.
 
         Args:
-            make: gets the arguments of `UpdateExchanger`.
             model: the sharded model.
             optimizers: its optimizers.
 
@@ -253,7 +247,7 @@ class HSDPOptions:
             tensors = [local(x).detach() for x in (*model.parameters(), *model.buffers())]
             broadcast_differing(ProcessGroupComm(group), tensors, self.root_device)
             return None
-        return make(
+        return self._make_exchanger(  # type: ignore[no-any-return]
             model,
             optimizers,
             *options.for_updates(options.method, self.device_mesh.shape[0]),

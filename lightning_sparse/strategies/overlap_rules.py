@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
 
 from lightning_sparse._compat import has_backward_hooks
 from lightning_sparse.hooks import has_collectives
 from lightning_sparse.methods import Method
-from lightning_sparse.options import Overlap, ReducerOptions
-from lightning_sparse.strategies.training import enabled_scaler
+
+if TYPE_CHECKING:
+    from lightning_sparse.strategies.base import SparseStrategy
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 """Lightning's hooks of modules and callbacks between backward and an optimizer's step."""
@@ -21,26 +22,16 @@ OF_STRATEGIES = ("backward", "post_backward", "optimizer_step")
 """Methods of a strategy that have access to gradients before the step."""
 
 
-def overlap_blocker(
-    trainer: Any, module: Any, namespace: str, method: Method, overlap: Overlap, options: ReducerOptions
-) -> str:
-    """Return why an exchange starts after backward; "" if it may start during backward.
-
-    Args:
-        trainer: Lightning's Trainer.
-        module: the LightningModule.
-        namespace: Lightning's name.
-        method: the method of the reducer.
-        overlap: the strategy's option.
-        options: the options of the strategy's reducer.
-    """
-    lightning, strategy = import_module(namespace), trainer.strategy
+def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
+    """Return why an exchange by a method starts after backward; "" if it may start during backward."""
+    lightning, module = import_module(strategy._namespace), strategy.lightning_module
+    trainer, options = module.trainer, strategy._options.reducer
     blockers = [
-        (overlap == "none", "overlap='none'"),
+        (strategy._options.overlap == "none", "overlap='none'"),
         (method.local_steps > 1, "there are several steps before"),
         (method.delayed, "overlap='next_step'"),
         (not module.automatic_optimization, "optimization is manual"),
-        (enabled_scaler(strategy.precision_plugin) is not None, "the gradient scaler looks at all gradients"),
+        (strategy.scaler is not None, "the gradient scaler looks at all gradients"),
         (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
         (options.clip_norm is not None, "clip_norm needs all gradients"),
         (options.on_nonfinite == "skip", "on_nonfinite='skip' needs all gradients"),

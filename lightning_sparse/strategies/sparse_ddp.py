@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import delay_static_graph_again
-from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
 from lightning_sparse.strategies.ddp_options import DDPOptions
@@ -53,15 +52,11 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         """Do nothing. `setup_optimizers` comes next and decides whether to wrap the model."""
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        with self._without_broadcast():
+        with self._with_ddp_options(init_sync=False):
             return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         """Do nothing: Lightning registers hooks on CUDA only. `GradientTraining` registers ours."""
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        self._start_exchange(trainer)
 
     def _wrap(self) -> DistributedDataParallel:
         """Wrap the model."""
@@ -77,9 +72,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         self._agree_on(what, method, self.model, self.optimizers)
         training: Training
         if what == "update":
-            training = TrainerUpdates(
-                self, self._exchange_updates(UpdateExchanger, self.model, self.optimizers, method)
-            )
+            training = TrainerUpdates(self, self._exchange_updates(self.model, self.optimizers, method))
         else:
             training = GradientTraining(self, self._wrap(), self.optimizers, method)
         self._begin_fit(trainer, training, why)

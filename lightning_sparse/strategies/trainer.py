@@ -15,18 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks import Exchanger
+from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.rendezvous import Rendezvous
 from lightning_sparse.strategies.shutdown import CoordinatedShutdown
-from lightning_sparse.strategies.training import Training, enabled_scaler
+from lightning_sparse.strategies.training import Training
 
 log = logging.getLogger(__name__)
 
 
 class TrainerCalls:
     """A Trainer's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
+
+    _plugin_name, _make_exchanger = "precision_plugin", UpdateExchanger
 
     if TYPE_CHECKING:
 
@@ -56,10 +58,6 @@ class TrainerCalls:
     def exchanger(self) -> Exchanger | None:
         """The exchanger of the running fit; None if no fit is running."""
         return self._training.exchanger
-
-    @property
-    def scaler(self) -> Any:
-        return enabled_scaler(self.precision_plugin)
 
     def _begin_fit(self, trainer: Any, training: Training, why: str) -> None:
         """Begin a fit, when the optimizers are set up.
@@ -91,6 +89,7 @@ class TrainerCalls:
                 f"this fit and begin another one."
             )
         super().setup_optimizers(trainer)
+        self._start_exchange(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)

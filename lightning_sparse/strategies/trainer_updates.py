@@ -33,7 +33,7 @@ class TrainerUpdates(UpdateTraining):
 
     def __init__(self, strategy: SparseStrategy, exchanger: UpdateExchanger) -> None:
         super().__init__(strategy, exchanger)
-        self._overlap_blocker = self._why_not_overlapped()
+        self._overlap_blocker = overlap_blocker(strategy, exchanger.reducer.method)
         when = f"after backward: {self._overlap_blocker}" if self._overlap_blocker else "within backward"
         found = exchanger.reducer.method
         self.note = "" if found.delayed else f" They are exchanged {when}."
@@ -48,16 +48,12 @@ class TrainerUpdates(UpdateTraining):
     def _trainer(self) -> Any:
         return self._module.trainer
 
-    def _why_not_overlapped(self) -> str:
-        method, options, namespace = self.exchanger.reducer.method, self._strategy._options, self._strategy._namespace
-        return overlap_blocker(self._trainer, self._module, namespace, method, options.overlap, options.reducer)
-
     def before_backward(self) -> None:
         self.exchanger.before_backward()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
-        if not self._overlap_blocker and not self._why_not_overlapped():
+        if not self._overlap_blocker and not overlap_blocker(self._strategy, self.exchanger.reducer.method):
             closure = self.exchanger.overlapped(optimizer, closure)
         return super().step(optimizer, closure, step)
 

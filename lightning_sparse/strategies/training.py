@@ -81,9 +81,3 @@ class Training:
         """End the exchange. It may be called after an exception."""
         if self.exchanger is not None:
             self.exchanger.close()
-
-
-def enabled_scaler(precision_plugin: Any) -> Any:
-    """Return Lightning's gradient scaler; None if there is none, or if it is disabled and so skips no step."""
-    scaler = getattr(precision_plugin, "scaler", None)
-    return scaler if scaler is not None and scaler.is_enabled() else None

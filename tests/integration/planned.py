@@ -39,6 +39,17 @@ def follow(plan: Sequence[str]) -> None:
     auto.Tuner = Planned if plan else Tuner  # type: ignore[misc]
 
 
+class Logged(pl.loggers.logger.DummyLogger):
+    """Keeps the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None, **_: Any) -> None:
+        self.seen.append(dict(metrics))
+
+
 class Watch(pl.Callback):
     """Records this rank's weights, the candidate and the bytes after each step.
 

@@ -26,10 +26,11 @@ from lightning_sparse.strategies import auto as auto_module
 from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice, _Clock
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
-from tests.integration.planned import Watch, follow
+from tests.integration.planned import Logged, Watch, follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, tiers
+from tests.support.vectors import flat
 
 STEPS = 24
 
@@ -714,7 +715,7 @@ class Alternating(pl.LightningModule):
 
     @property
     def weights(self) -> Tensor:
-        return torch.cat([param.detach().flatten() for param in self.parameters()])
+        return flat(self)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self._kind(part.parameters(), lr=self._lr) for part in (self.generator, self.discriminator)]
@@ -898,15 +899,6 @@ def test_a_rank_that_fails_is_named_on_the_others(name):
     first, second = lightning_ranks(2, fails, name)
     assert second == "ArithmeticError: the abacus is missing a bead"
     assert "the abacus is missing a bead" in first
-
-
-class Logged(pl.loggers.logger.DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: Any, step: Any = None, **_: Any) -> None:
-        self.seen.append(dict(metrics))
 
 
 def monitored(rank: int) -> Any:

@@ -738,7 +738,6 @@ def test_models_and_optimizers_that_it_refuses():
             return None
 
         return {
-            "does not divide the 4 ranks": caught(with_options(replicas=3)),
             "with a DistributedDataParallel": caught(with_options(nn.parallel.DistributedDataParallel(net()))),
             "with a FullyShardedDataParallel": caught(with_options(FullyShardedDataParallel(net()))),
             "set up the model first, model = fabric.setup_module(model)": caught(together),
@@ -764,14 +763,10 @@ def test_models_and_optimizers_that_it_refuses():
 
 
 @full
-@pytest.mark.parametrize("precision", ["16-true", "a plugin"])
-def test_precisions_that_it_refuses(precision):
+def test_a_precision_that_it_refuses():
     def run(rank: int) -> Any:
-        options: dict[str, Any] = {"precision": precision}
-        if precision == "a plugin":
-            scaler = torch.amp.GradScaler("cpu")
-            options = {"plugins": MixedPrecision("16-mixed", device="cpu", scaler=scaler)}
-        return caught(lambda: launched(hsdp("topk"), **options))
+        plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+        return caught(lambda: launched(hsdp("topk"), plugins=plugin))
 
     for kind, text, _ in lightning_ranks(4, run):
         assert kind == "ValueError"

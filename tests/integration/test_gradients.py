@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric import Fabric
 from pytorch_lightning import callbacks
-from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +32,7 @@ from tests.integration.trainers import (
     Loader,
     Messages,
     Net,
+    Unfreezing,
     Watch,
     keeps_all,
     lightning_ranks,
@@ -383,15 +384,6 @@ def failing(rank: int, make: Callable[[], Any], how: Any, **options: Any) -> tup
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     return kind, text, net.weights
-
-
-class Unfreezing(BaseFinetuning):
-    def freeze_before_training(self, module: Net) -> None:
-        self.freeze(module.embedding)
-
-    def finetune_function(self, module: Net, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.embedding, optimizer)
 
 
 @pytest.mark.reliability(

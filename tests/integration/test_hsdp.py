@@ -1,7 +1,5 @@
 """Trainer(strategy="topk_hsdp"): replicas of a model that FSDP2 shards. Four ranks: two replicas of two shards."""
 
-import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, SparseHSDPStrategy, attach_updates
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.failing import EVENTS, SOON
 from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
-from tests.integration.trainers import lightning_ranks, trainer
+from tests.integration.trainers import Told, lightning_ranks, trainer
 from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
 from tests.support.tiers import full, in_full
 
@@ -385,14 +382,9 @@ def test_the_timeout_holds_in_a_collective_of_fsdp2(event, cause):
         assert seconds < SOON
 
 
-class Told(pl.Callback):
-    def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
-        if run.global_step == 2 and run.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def told(rank: int) -> Any:
-    run = trainer(hsdp("topk", density=0.2), 4, max_steps=40, limit_val_batches=0, callbacks=[Told()])
+    callbacks = [Told("on_train_batch_end", 2)] if rank == 1 else []
+    run = trainer(hsdp("topk", density=0.2), 4, max_steps=40, limit_val_batches=0, callbacks=callbacks)
     try:
         run.fit(Module(), loader())
     except SystemExit as error:
@@ -461,43 +453,6 @@ def test_a_model_that_is_not_sharded_is_an_error(method):
     for error in lightning_ranks(4, lambda rank: attempt(lambda: fitted(hsdp(method), Whole()))):
         assert "whose 'net.0.weight' is not sharded over the mesh dimension 'data_parallel', the ranks [" in error
         assert "In configure_model, call fully_shard(" in error
-
-
-class Unfrozen(Module):
-    """Unfreezes a layer that is not sharded after two steps."""
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = net()
-            self.net[0].requires_grad_(False)
-            for layer in (self.net[2], self.net[4]):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        self.net[0].requires_grad_(index >= 2)
-
-
-def unfrozen(rank: int, method: str) -> Any:
-    module = Unfrozen()
-    return attempt(lambda: fitted(hsdp(method), module)), len(module.seen)
-
-
-@full
-@pytest.mark.parametrize("method", ["topk", "dense"])
-def test_a_layer_that_is_not_sharded_cannot_be_unfrozen(method):
-    for error, seen in lightning_ranks(4, unfrozen, method):
-        assert "ValueError: 'net.0.weight' is " in error
-        assert seen == 3
-
-
-def odd_mesh(rank: int) -> Any:
-    return attempt(lambda: fitted(hsdp("topk", replicas=1 if rank == 3 else 2)))
-
-
-@full
-def test_ranks_with_other_meshes_are_an_error():
-    for error in lightning_ranks(4, odd_mesh):
-        assert "Ranks differ in mesh: rank 0 has" in error
 
 
 def in_bf16(rank: int, precision: str) -> Any:

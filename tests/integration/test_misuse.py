@@ -18,6 +18,7 @@ from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead, Messages
 from tests.processes import run_ranks
 from tests.support.tiers import in_full, one_in
+from tests.support.vectors import flat
 
 
 def network() -> nn.Module:
@@ -29,10 +30,6 @@ def gradients(net: nn.Module, step: int) -> None:
     net.zero_grad()
     torch.manual_seed(10 * step + dist.get_rank())
     net(torch.randn(4, 8)).square().mean().backward()
-
-
-def weights(net: nn.Module) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in net.parameters()])
 
 
 def temporary_container(net: nn.Module) -> Any:
@@ -211,14 +208,14 @@ def sharp(_: int) -> tuple[Tensor, int]:
             return torch.tensor(0.0)
 
         optimizer.step(closure)
-    return weights(net), reducer.step
+    return flat(net), reducer.step
 
 
 def test_weights_that_an_optimizer_changes_before_its_closure_are_its_own():
     (first, steps), (second, _) = run_ranks(2, sharp)
     assert torch.equal(first, second)
     assert steps == 3
-    assert (first - weights(network())).abs().max() < 0.03 + 1e-6, "three steps of 0.01, and nothing of what went back"
+    assert (first - flat(network())).abs().max() < 0.03 + 1e-6, "three steps of 0.01, and nothing of what went back"
 
 
 class Own(torch.optim.AdamW):
@@ -240,7 +237,7 @@ def with_closure(by_name: bool, kind: Any) -> tuple[Tensor, int]:
         found = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
         assert found == number
     assert net[0].weight.abs().max() < network()[0].weight.abs().max() / 8, "halved four times, and not put back"
-    return weights(net), reducer.step
+    return flat(net), reducer.step
 
 
 @one_in(2)
@@ -279,7 +276,7 @@ def trained(made: Any, inside: bool) -> tuple[Tensor, Any]:
     for number in range(3):
         gradients(net, number)
         (step[0] if step else optimizer.step)()
-    return weights(net), reducer.step
+    return flat(net), reducer.step
 
 
 @pytest.mark.parametrize(
@@ -295,7 +292,7 @@ def test_what_is_right_goes_on(made, inside):
     (first, steps), (second, _) = run_ranks(2, lambda _: trained(made, inside))
     assert torch.equal(first, second)
     assert steps == 3, "one exchange a step"
-    assert (first - weights(network())).abs().max() > 0.01
+    assert (first - flat(network())).abs().max() > 0.01
 
 
 def attached_anew(_: int, how: str) -> Tensor:
@@ -317,7 +314,7 @@ def attached_anew(_: int, how: str) -> Tensor:
         second.zero_grad()
         trained(torch.randn(4, 8)).square().mean().backward()
         second.step()
-    return weights(net)
+    return flat(net)
 
 
 def scripted(_: int) -> tuple[bool, bool]:
@@ -416,7 +413,7 @@ def ignoring(overlap: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         gradients(model, number)
         optimizer.step()
     exchange_pending(optimizer)
-    return weights(model.net), model.bias.detach(), model.seen, (reducer.step, messages.texts)
+    return flat(model.net), model.bias.detach(), model.seen, (reducer.step, messages.texts)
 
 
 @pytest.mark.parametrize("overlap", ["none", "next_step"])

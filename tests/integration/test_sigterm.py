@@ -17,25 +17,12 @@ import torch
 from lightning_fabric.plugins.environments import SLURMEnvironment
 
 from lightning_sparse import _compat
-from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, strategy, trainer
+from tests.integration.trainers import Loader, Messages, Net, Told, lightning_ranks, strategy, trainer
 from tests.processes import run_script
 from tests.support.tiers import full
 
 BATCHES = 40
 OTHERS = "Rank 1 was told to end (SIGTERM). So all ranks end after the same batch."
-
-
-class Told(pl.Callback):
-    """Sends this process SIGTERM in some hook, when that is called for the nth time."""
-
-    def __init__(self, hook: str, count: int) -> None:
-        self.count = count
-        setattr(self, hook, self.strike)
-
-    def strike(self, *_: object) -> None:
-        self.count -= 1
-        if self.count == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Validated(Net):
@@ -172,20 +159,11 @@ def test_the_workers_of_a_data_loader_get_the_signal_too_and_load_the_last_batch
     assert (tmp_path / "on_exception.ckpt").exists()
 
 
-class Requeued(Told):
-    """Sends this process SLURM's signal before the time limit."""
-
-    def strike(self, *_: object) -> None:
-        self.count -= 1
-        if self.count == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
 def requeued(rank, size, folder, told):
     slurm = {"NTASKS": size, "NTASKS_PER_NODE": size, "PROCID": rank, "LOCALID": rank, "NODEID": 0, "JOB_ID": 17}
     os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-    callbacks = [Requeued(*PLACES[rank])] if rank in told else []
+    callbacks = [Told(*PLACES[rank], signal.SIGUSR1)] if rank in told else []
     ends = []
     for each in (callbacks, []):
         run = trainer(
@@ -378,11 +356,11 @@ def test_a_forked_child_is_no_rank():
 LAUNCHED = """
     import sys
 
-    from tests.integration.test_sigterm import BATCHES, Loader, Net, Told, trainer
+    from tests.integration.trainers import Loader, Net, Told, trainer
 
     if __name__ == "__main__":
         run = trainer(sys.argv[1], 2, callbacks=[Told("on_train_batch_end", 5)])
-        run.fit(Net(), Loader(0, 1, BATCHES))
+        run.fit(Net(), Loader(0, 1, 40))
 """
 
 

@@ -60,10 +60,11 @@ from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.segment import UpdateSegment
 from tests.integration.checkpoints import AtStart
 from tests.integration.failing import SOON, caught, of_both
-from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, lightning_ranks, same, trainer
+from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, Unfreezing, lightning_ranks, same, trainer
 from tests.processes import reserve_port, run_ranks
 from tests.support.tiers import full, in_full, one_in, tiers
 from tests.support.update_training import OthersAdam
+from tests.support.vectors import flat
 
 ADAMW, SGD, LBFGS = torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS
 AdamNet = partial(Net, ADAMW, lr=0.01)
@@ -2244,15 +2245,6 @@ def test_a_fused_optimizer_whose_first_step_overflows(ranks):
     assert torch.equal(first["weights"], second["weights"])
 
 
-class Unfreezing(pl.callbacks.BaseFinetuning):
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.embedding)
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.embedding, optimizer)
-
-
 class Finetuned(Net):
     def configure_optimizers(self) -> Any:
         return ADAMW([param for param in self.parameters() if param.requires_grad], lr=0.01)
@@ -2496,10 +2488,6 @@ def test_a_process_ends_after_its_last_exchange():
             for process in processes:
                 process.kill()
     assert ends == [("[]\n", 0)] * 2  # a thread that comes back to an interpreter that has ended may abort it
-
-
-def flat(net: nn.Module) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in net.parameters()])
 
 
 def test_updates_are_attached_anew_during_an_exchange():

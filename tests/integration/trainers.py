@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +20,7 @@ from lightning_sparse.compressors import Identity
 from lightning_sparse.memory import Residual
 from tests.processes import run_ranks
 from tests.support.representatives import small
+from tests.support.vectors import flat
 
 
 class Net(pl.LightningModule):
@@ -40,7 +42,7 @@ class Net(pl.LightningModule):
 
     @property
     def weights(self) -> Tensor:
-        return torch.cat([param.detach().float().flatten() for param in self.parameters()])
+        return flat(self, torch.float32)
 
 
 class Gan(pl.LightningModule):
@@ -84,7 +86,31 @@ class Gan(pl.LightningModule):
 
     @property
     def weights(self) -> Tensor:
-        return torch.cat([param.detach().flatten() for param in self.parameters()])
+        return flat(self)
+
+
+class Unfreezing(pl.callbacks.BaseFinetuning):
+    """Freezes the embedding in the first epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.embedding)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.embedding, optimizer)
+
+
+class Told(pl.Callback):
+    """Sends this process a signal in some hook, when that is called for the nth time."""
+
+    def __init__(self, hook: str, count: int, signum: int = signal.SIGTERM) -> None:
+        self.count, self.signum = count, signum
+        setattr(self, hook, self.strike)
+
+    def strike(self, *_: object) -> None:
+        self.count -= 1
+        if self.count == 0:
+            os.kill(os.getpid(), self.signum)
 
 
 class Lookahead(torch.optim.Optimizer):

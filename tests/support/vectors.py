@@ -11,6 +11,11 @@ def oracle(u: torch.Tensor, k: int) -> torch.Tensor:
     return magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
 
 
+def flat(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a module's parameters as one vector."""
+    return torch.cat([param.detach().to(dtype=dtype).flatten() for param in module.parameters()])
+
+
 def clustered(u):
     u[: len(u) // 50] *= 100
     return u
