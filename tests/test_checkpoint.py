@@ -261,10 +261,10 @@ def test_a_checkpoint_that_asks_for_a_million_files_costs_one_look_at_the_folder
     assert len(looks) <= 2  # one of them for the target of a link
 
 
-@pytest.mark.parametrize("elements", [{"w": torch.ones(1)}, {"w": torch.ones(30, 4)}])
-def test_ranks_of_different_models_are_not_added_up(elements):
+def test_ranks_of_different_models_are_not_added_up():
+    elements = {"w": torch.ones(1)}
     other = {**state(2, 4), "elements": {"residual": elements, "common": elements}}
-    with pytest.raises(ValueError, match="Reducer states of two ranks differ in the parameters of their residual"):
+    with pytest.raises(ValueError, match="Reducer states of two ranks differ in the shape of 'w'"):
         resized([state(0, 4), other], 0, 2)
 
 

@@ -919,7 +919,7 @@ def monitored(rank: int) -> Any:
 def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
     (counted, ratios, choices), _ = lightning_ranks(2, monitored)
     totals = [seen["communication/bytes_total"] for seen in counted]
-    densities = [seen["communication/density"] for seen in counted]
+    densities = [seen["communication/density"] for seen in counted if "communication/density" in seen]
     assert densities[0] == densities[-1] == 1  # of DDP's averages
     assert 0 < min(densities) < 1
     assert all(value >= 0 for seen in counted for name, value in seen.items() if name.startswith("seconds/"))
