@@ -279,19 +279,14 @@ def method(name: str, *, density: float | None = None, **options: Any) -> Method
     if unknown := [option for option in options if option not in known]:
         has = f"Method {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
         raise TypeError(has + option_hint(unknown[0]))
-    given = dict(options)
+    momentum = options.get("momentum", "keep")
     memory, aggregator = _taking(options, spec.memory), _taking(options, spec.aggregator)
     rule = spec.update_rule and _taking(options, spec.update_rule)
     made = Method(spec.make(**options), memory, aggregator, rule)
-    if given.get("momentum", "keep") != "keep" and not made.is_sparse:
+    if momentum != "keep" and not made.is_sparse:
         raise ValueError(
-            f"momentum={given['momentum']!r} of {name!r} has no effect: it sends every element, so no entry's momentum "
+            f"momentum={momentum!r} of {name!r} has no effect: it sends every element, so no entry's momentum "
             f"is delayed. Leave momentum out."
-        )
-    if given.get("rescale") and made.local_steps > 1:
-        raise ValueError(
-            f"rescale=True of {name!r} with local_steps={made.local_steps} has no effect: several local steps are not "
-            f"one step of dense training. Leave rescale out."
         )
     return made
 

@@ -248,11 +248,16 @@ def check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     check_all_sharded(model)
 
 
+def is_frozen(param: Tensor) -> bool:
+    """Return whether an optimizer leaves a parameter out. It steps a frozen one that still has a gradient."""
+    return not param.requires_grad and param.grad is None
+
+
 def check_all_sharded(model: nn.Module) -> None:
     """Raise ValueError if FSDP2 shards some parameters of a model, but not a trained one."""
     named: dict[str, Any] = dict(model.named_parameters())
     meshes = [param.device_mesh for param in named.values() if is_sharded(param)]
-    whole = [name for name, param in named.items() if param.requires_grad and not is_sharded(param)]
+    whole = [name for name, param in named.items() if not is_frozen(param) and not is_sharded(param)]
     if whole and _of_fsdp("FSDPModule", model) and any(mesh.size() > 1 for mesh in meshes):
         raise ValueError(
             f"{whole[0]!r} is not sharded, but other parameters are: FSDP2 averages its gradient over no ranks, so its "

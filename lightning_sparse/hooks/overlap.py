@@ -163,7 +163,7 @@ class BackwardOverlap:
 
     def watch(self) -> None:
         """Step segments in the next backward pass, if it is like the previous one."""
-        self._updates.refresh_parameters()
+        self._updates.refresh_parameters(stepping=True)
         if not self._is_as_planned():
             self._remove_hooks()
             self._plan = self._make_plan()

@@ -252,7 +252,7 @@ class UpdateExchanger(Exchanger):
         """Start from rank 0's weights, which may have changed since this object was made."""
         self._broadcast_weights()
         for optimizer in self.optimizers:
-            self.updates.begin(optimizer)
+            self.updates.begin(optimizer, stepping=False)
 
     def _broadcast_weights(self) -> None:
         if (model := self._unattached.model) is not None:
@@ -286,7 +286,7 @@ class UpdateExchanger(Exchanger):
         if waiting == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.is_pending:  # an exchange cannot complete between local steps
-            self.updates.refresh_parameters()
+            self.updates.refresh_parameters(stepping=True)
         if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
 

@@ -394,7 +394,10 @@ def _is_odd(value: Any) -> bool:
     """Return whether a value, or an item of a list, is an object that torch.load does not read safely."""
     if not isinstance(value, READABLE) or isinstance(value, Enum) or hasattr(value, "_fields"):
         return True
-    return isinstance(value, list | tuple) and any(map(_is_odd, value))
+    items = [*value] if isinstance(value, list | tuple) else []
+    if isinstance(value, tuple):  # nothing can be put back into it
+        items += [item for each in value if isinstance(each, Mapping) for item in each.values()]
+    return any(map(_is_odd, items))
 
 
 def _put_back(into: Any, whole: Any) -> None:

@@ -97,7 +97,8 @@ class GradientTraining(Training):
         params = [param for param in parameters_of([optimizer]) if id(param) in exchanged and param.grad is not None]
         firsts = [param.grad[(0,) * param.dim()].float() for param in params if param.numel()]  # type: ignore[index]
         if firsts and torch.stack(firsts).isnan().any():
-            optimizer.zero_grad()
+            for param in parameters_of([optimizer]):
+                param.grad = None
 
     def _warn_of_unknown(self, optimizer: Optimizer) -> None:
         """Warn, at its first step, of an optimizer that Lightning does not know. Manual optimization allows such."""

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,14 +49,15 @@ class CoordinatedShutdown:
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
         self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
         self._termination = Termination(comm.store, comm.peers)
-        self._undo = [replace_signal_functions(trainer, self._on_sigterm, self._on_requeue)]
+        self._undo = replace_signal_functions(trainer, self._on_sigterm, self._on_requeue)
+        self._inits = weakref.WeakKeyDictionary[Any, Any]()  # the `worker_init_fn` of each loader before
 
     def protect_workers(self, loader: Any) -> None:
         """Let the workers of a DataLoader survive SIGTERM."""
         if getattr(loader, "num_workers", 0) and hasattr(loader, "worker_init_fn") and hasattr(signal, "alarm"):
             seed_workers(self._trainer, loader)
             if getattr(loader.worker_init_fn, "func", None) is not survive_sigterm:  # of the same fit
-                self._undo.append(partial(setattr, loader, "worker_init_fn", loader.worker_init_fn))
+                self._inits[loader] = loader.worker_init_fn
                 loader.worker_init_fn = partial(survive_sigterm, loader.worker_init_fn)
 
     def begin(self, *, validation: bool = False) -> None:
@@ -89,8 +91,9 @@ class CoordinatedShutdown:
     def close(self) -> None:
         """Report nothing more to other ranks. Lightning removes the handler after the strategy's teardown."""
         self._termination.end()
-        for undo in self._undo:
-            undo()
+        self._undo()
+        for loader, init in self._inits.items():
+            loader.worker_init_fn = init
 
     def leave(self) -> None:
         """After a regular end of training, keep rank 0's process, which hosts the store, until no rank needs it."""

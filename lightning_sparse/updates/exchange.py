@@ -31,9 +31,9 @@ from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
-from lightning_sparse.shards import check_all_sharded, like, local, locals_of, reshard
+from lightning_sparse.shards import check_all_sharded, is_frozen, like, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
-from lightning_sparse.updates.parameters import exchanged_parameters, is_frozen, owners_of_exchanged
+from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
 
@@ -144,7 +144,7 @@ class DeltaExchange:
     # Before a step:
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
+    def begin(self, optimizer: Optimizer, unless: Tensor | None = None, stepping: bool = True) -> None:
         """Take an optimizer's present weights as the agreed ones; call it before the optimizer steps.
 
         Weights are equal on all ranks after an exchange. They stay equal if every rank makes the same change, such as
@@ -153,8 +153,9 @@ class DeltaExchange:
         Args:
             optimizer: the optimizer that steps next.
             unless: a flag on the device. If it is set, the weights of the last call stay.
+            stepping: whether the step comes next, and the gradients are those of the step.
         """
-        self.refresh_parameters()
+        self.refresh_parameters(stepping=stepping)
         self._begun.add(optimizer)
         for each in self.of(optimizer):
             frozen = {name for name in each.segment.names if is_frozen(self.parameters[name])}
@@ -162,7 +163,7 @@ class DeltaExchange:
                 self._check_trained()
                 self.complete()  # a pending exchange has no update of a frozen parameter
                 if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it differently
-                    self._new += [name for name in each.frozen - frozen if self.parameters[name].requires_grad]
+                    self._new += each.frozen - frozen
             each.frozen = frozen
         self._write_stale()
         for each in self.of(optimizer):
@@ -190,16 +191,17 @@ class DeltaExchange:
                 found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
         return found
 
-    def refresh_parameters(self, names: bool = False) -> None:
+    def refresh_parameters(self, names: bool = False, stepping: bool = False) -> None:
         """Add parameters that were unfrozen or given to optimizers since the last step; call it before each step.
 
         Args:
+            stepping: whether a step comes next, see `exchanged_parameters`.
             names: whether to look for new names, too. This takes a pass over all modules.
         """
         model = self._model()
         if model is None:
             return
-        present = owners_of_exchanged(model, self._optimizers, self.ids)
+        present = owners_of_exchanged(model, self._optimizers, self.ids, stepping)
         by_name = parameters_by_name(model) if names else self.parameters
         number = {id(optimizer): number for number, optimizer in enumerate(self._optimizers)}
         if present == {
@@ -220,7 +222,7 @@ class DeltaExchange:
         name_of = {id(param): name for name, param in parameters_by_name(model).items()}
         # PEFT and pruning rename parameters.
         now = {name: name_of[id(param)] for name, param in self._by_name.items() if id(param) in name_of}
-        self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers, self.ids)
+        self.parameters, optimizer_of, numbers = exchanged_parameters(model, self._optimizers, self.ids, stepping)
         moved = [now[name] for name, owner in owner_of.items() if optimizer_of[now[name]] is not owner]
         weights = {now[name]: w for each in self.segments for name, w in each.weights.items()}
         frozen = {now[name] for each in self.segments for name in each.frozen}

@@ -25,7 +25,7 @@ from lightning_sparse.shards import (
 
 
 def exchanged_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int] = ()
+    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int] = (), stepping: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Optimizer], dict[str, int]]:
     """Return the parameters of a model that optimizers step, by name, in registration order.
 
@@ -36,6 +36,7 @@ def exchanged_parameters(
         model: the model.
         optimizers: its optimizers.
         before: the ids of parameters that have been exchanged before. They stay while they are frozen.
+        stepping: whether a step comes next. An optimizer also steps a frozen parameter that has a gradient.
 
     Returns:
         The parameters, the optimizer of each, and the number of each one's group for `Layout.of`; all by name.
@@ -50,7 +51,7 @@ def exchanged_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if is_frozen(param) and id(param) not in before:
+                if not (param.requires_grad or id(param) in before or (stepping and param.grad is not None)):
                     continue
                 name = names.get(id(param))
                 if name in ignored:
@@ -80,26 +81,22 @@ def exchanged_parameters(
 
 
 def owners_of_exchanged(
-    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int]
+    model: nn.Module, optimizers: Sequence[Optimizer], before: Collection[int], stepping: bool
 ) -> dict[int, set[int]]:
     """Return the numbers of the optimizers that step each exchanged parameter, by its id. Several are an error.
 
     Args:
-        model, optimizers, before: see `exchanged_parameters`.
+        model, optimizers, before, stepping: see `exchanged_parameters`.
     """
     ignored = ignored_by_ddp(model)
     left_out = {id(param) for name, param in parameters_by_name(model).items() if name in ignored} if ignored else set()
     found: dict[int, set[int]] = {}
     for number, optimizer in enumerate(optimizers):
         for param in parameters_of([optimizer]):
-            if (id(param) in before or not is_frozen(param)) and id(param) not in left_out:
+            joins = param.requires_grad or id(param) in before or (stepping and param.grad is not None)
+            if joins and id(param) not in left_out:
                 found.setdefault(id(param), set()).add(number)
     return found
-
-
-def is_frozen(param: Tensor) -> bool:
-    """Return whether an optimizer leaves a parameter out. It steps a frozen one that still has a gradient."""
-    return not param.requires_grad and param.grad is None
 
 
 def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -517,9 +517,9 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
     def run(rank: int) -> Any:
         begin, found = DeltaExchange.begin, []
 
-        def noted(updates: Any, optimizer: Any, *rest: Any) -> None:
+        def noted(updates: Any, optimizer: Any, *rest: Any, **options: Any) -> None:
             found[-1].append(in_backward())
-            begin(updates, optimizer, *rest)
+            begin(updates, optimizer, *rest, **options)
 
         DeltaExchange.begin = noted
         lines = []
@@ -2779,12 +2779,16 @@ def test_frozen_parameters_of_an_optimizer_get_no_state_until_they_are_unfrozen(
             path = tmp_path / f"epoch={epoch}.ckpt"
             run = trainer(sparse(), 2, **epochs)
             run.fit(each, Loader(rank, 2, 4), ckpt_path=path)
-        return net.sizes, net.weights, [each.weights for each in resumed]
+        again = Backbone()
+        again.embedding.weight.grad = torch.ones_like(again.embedding.weight)  # left from an earlier fit
+        trainer(sparse(), 2).fit(again, Loader(rank, 2, 2))
+        return net.sizes, net.weights, [each.weights for each in resumed], again.sizes
 
-    (sizes, weights, resumed), (_, others, _) = lightning_ranks(2, run)
+    (sizes, weights, resumed, of_frozen), (_, others, *_) = lightning_ranks(2, run)
     every = sum(param.numel() for param in Net().parameters())
     frozen = 16 * 8 + 8 * 24 + 24
     assert sizes == [every - frozen] * 4 + [every] * 8
+    assert of_frozen == [every - frozen] * 2
     assert torch.equal(weights, others)
     # The second checkpoint has residuals of parameters that are frozen when the resumed run loads it.
     assert all(torch.equal(each, weights) for each in resumed)
