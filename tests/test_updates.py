@@ -835,3 +835,21 @@ def test_a_parameter_may_occur_twice_in_one_optimizer():
     assert {*of.values()} == {optimizer}
     with pytest.raises(ValueError, match="'weight' belongs to two optimizers"):
         exchanged_parameters(model, [optimizer, ADAMW([model.weight])])
+
+
+@pytest.mark.parametrize("rule", [UpdateRule(local_steps=2), UpdateRule(overlap="next_step")])
+def test_unfrozen_parameters_are_sent_in_the_same_order_by_all_processes(rule):
+    """Each process has its own order of sets of names."""
+
+    def rank(comm):
+        net = nn.ParameterList([torch.zeros(3) for _ in range(12)])
+        optim = SGD(net.parameters(), 0.1)
+        reducer = Reducer(replace(method("topk", density=0.5), update_rule=rule), comm, exchanged="update")
+        updates = DeltaExchange(reducer, net, [optim])
+        for requires_grad in (True, False, True):
+            net.requires_grad_(requires_grad)
+            updates.begin(optim)
+        return updates._new
+
+    (names,) = simulate(1, rank)
+    assert names == sorted(map(str, range(12)))

@@ -163,7 +163,7 @@ class DeltaExchange:
                 self._check_trained()
                 self.complete()  # a pending exchange has no update of a frozen parameter
                 if self._rule.local_steps > 1 or self._rule.delayed:  # ranks may have changed it differently
-                    self._new += each.frozen - frozen
+                    self._new += sorted(each.frozen - frozen)  # the order of a set differs among processes
             each.frozen = frozen
         self._write_stale()
         for each in self.of(optimizer):

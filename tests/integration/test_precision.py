@@ -12,12 +12,12 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_sparse import METHODS, NonFiniteGradient
-from tests.integration.test_saving import Unhooked
 from tests.integration.trainers import (
     Gan,
     Loader,
     Messages,
     Net,
+    Unhooked,
     Watch,
     keeps_all,
     lightning_ranks,

@@ -33,7 +33,7 @@ from tests.integration.checkpoints import (
     sidecar_names,
     with_warnings,
 )
-from tests.integration.trainers import Loader, Net, lightning_ranks, same, trainer
+from tests.integration.trainers import Loader, Net, Unhooked, lightning_ranks, same, trainer
 from tests.processes import run_script
 from tests.support.tiers import full, tiers
 
@@ -341,27 +341,6 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
         return error, records, same(start.state, expected.state)
 
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
-
-
-class Unhooked(torch.optim.Optimizer):
-    """Calls no hooks around its steps, so it is unknown whether gradients wait for them."""
-
-    def __init__(self, params, **options):
-        self.param_groups, self.state, self.defaults = [{"params": [*params], **options}], {}, options
-
-    def zero_grad(self, set_to_none=True):
-        for param in self.param_groups[0]["params"]:
-            param.grad = None
-
-    def step(self, closure):
-        loss = closure()
-        with torch.no_grad():
-            for param in (each for each in self.param_groups[0]["params"] if each.grad is not None):
-                param.sub_(param.grad, alpha=0.01)
-        return loss
-
-    def state_dict(self):
-        return {"state": {}, "param_groups": [{"params": [0]}]}
 
 
 @pytest.mark.parametrize(

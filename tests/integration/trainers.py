@@ -45,6 +45,27 @@ class Net(pl.LightningModule):
         return flat(self, torch.float32)
 
 
+class Unhooked(torch.optim.Optimizer):
+    """Calls no hooks around its steps, so it is unknown whether gradients wait for them."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.param_groups, self.state, self.defaults = [{"params": [*params], **options}], {}, options
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = closure()
+        with torch.no_grad():
+            for param in (each for each in self.param_groups[0]["params"] if each.grad is not None):
+                param.sub_(param.grad, alpha=0.01)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": [{"params": [0]}]}
+
+
 class Gan(pl.LightningModule):
     """Two networks, two optimizers, manual optimization: backward passes take turns, discriminator first.
 
