@@ -180,11 +180,10 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
             f"empty residuals and new optimizer states: leave out load_replica, or take {sidecars.KEY!r} out of the "
             f"checkpoint's meta.pt."
         )
-    comm, places = exchange.comm, _places(model)
+    comm, places, shapes = exchange.comm, _places(model), _shapes(model)
 
     def load(rank: int) -> State:
         state = sidecars.load(*files[rank], tag, rank, old)
-        shapes = _shapes(model)
         if odd := [name for name, shape in state["shapes"].items() if shapes.get(name, shape) != shape]:
             raise ValueError(
                 f"The checkpoint is of another model: {odd[0]!r} has the shape {state['shapes'][odd[0]]} there, "

@@ -29,7 +29,7 @@ class SegmentStates:
         specs: declaration by name, for all parts of the method.
         by_segment: state of each segment in the layout's order.
         captures: CUDA graphs, whose kernels read and write the state.
-        later: names of parameters that may get state later; None if the saved parameters must be those of the layout.
+        later: names of parameters that may get state later; None if the saved parameters must equal the layout's.
         strides: strides by parameter name, for parameters whose elements are in memory order instead of row-major
             order, such as channels_last parameters in DDP's buckets. Saved tensors have the parameter's shape,
             regardless of its strides.
@@ -238,7 +238,8 @@ def resized(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         for name, per_param in state["elements"].items():
             resize, into = state["resize"][name], result["elements"].setdefault(name, {})
             for param, value in per_param.items():
-                total = into.setdefault(param, torch.zeros_like(value))
+                if (total := into.get(param)) is None:
+                    total = into[param] = torch.zeros_like(value)
                 if total.shape != value.shape:
                     raise ValueError(f"Reducer states of two ranks differ in the shape of {param!r}.")
                 if (resize == "sum" and mine) or (resize == "mean" and of_moments):

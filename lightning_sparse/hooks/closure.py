@@ -9,6 +9,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import initializes_state, step_depth
+
+
+def is_inner_step(optimizer: Optimizer) -> bool:
+    """Return whether a step is part of another one, as of a base class, or only creates the optimizer's state.
+
+    Call it in a hook of the step.
+    """
+    return step_depth(optimizer) > 1 or initializes_state()
+
 
 def begin_step(
     optimizer: Optimizer,

@@ -27,16 +27,14 @@ from lightning_sparse._compat import (
     backend_name,
     has_step_hooks,
     have_hooks_called,
-    initializes_state,
     register_first,
-    step_depth,
     step_hooks,
 )
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
-from lightning_sparse.hooks.closure import begin_step
+from lightning_sparse.hooks.closure import begin_step, is_inner_step
 from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
 from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
 from lightning_sparse.hooks.overlap import BackwardOverlap
@@ -265,8 +263,7 @@ class UpdateExchanger(Exchanger):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # The optimizer's `step` has called that of a base class, or torch initializes the optimizer's state by a step.
-        if step_depth(optimizer) > 1 or initializes_state():
+        if is_inner_step(optimizer):
             return None
         begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
         return begin_step(optimizer, args, kwargs, begin, changed)
@@ -300,7 +297,7 @@ class UpdateExchanger(Exchanger):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if step_depth(optimizer) == 1 and not initializes_state():
+        if not is_inner_step(optimizer):
             self._after_step(optimizer, stepped=True)
 
     def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:

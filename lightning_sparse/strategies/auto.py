@@ -41,9 +41,7 @@ from lightning_sparse._compat import (
     ddp_options,
     has_step_hooks,
     have_hooks_called,
-    initializes_state,
     parameters_by_name,
-    step_depth,
     steps_taken,
 )
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
@@ -51,6 +49,7 @@ from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks import agree, report_errors_to_peers
+from lightning_sparse.hooks.closure import is_inner_step
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.layout import Granularity, Layout
@@ -340,7 +339,7 @@ class AutoStrategy:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if step_depth(optimizer) > 1 or initializes_state():
+        if is_inner_step(optimizer):
             return
         self._steps += 1
         if isinstance(self._training, StockTraining) and optimizer is self.optimizers[0]:

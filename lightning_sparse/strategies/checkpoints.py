@@ -19,7 +19,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.replica_checkpoint import gather
-from lightning_sparse.strategies.saves import Saves, warn_of_files_left, writes_at_once
+from lightning_sparse.strategies.saves import Saves, prune, writes_at_once
 
 if TYPE_CHECKING:
     from lightning_sparse.strategies.base import SparseStrategy
@@ -212,10 +212,7 @@ class Checkpoints:
     def _prune(self, pruned: Mapping[str, set[str]]) -> None:
         """Remove on this node's disk the sidecar files that rank 0 has removed."""
         for path, keep in pruned.items() if self._rank else ():
-            try:
-                sidecars.prune(path, keep)
-            except Exception as error:  # a leftover file is no reason to end training
-                warn_of_files_left(path, error)
+            prune(path, keep)
 
     def end_training(self) -> None:
         """Remove sidecar files on all nodes at the end of training. All ranks call it."""

@@ -100,10 +100,7 @@ class Saves:
 
     def _prune(self, path: str, keep: set[str]) -> None:
         self._pruned[path] = keep
-        try:
-            sidecars.prune(path, keep)
-        except Exception as error:  # a leftover file is no reason to end training
-            warn_of_files_left(path, error)
+        prune(path, keep)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
         """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal was deferred."""
@@ -120,10 +117,18 @@ class Saves:
                         continue
                 self._prune(path, {tag for save in saves for tag in save.tags})
             except Exception as error:  # a leftover file is no reason to end training
-                warn_of_files_left(path, error)
+                _warn_of_files_left(path, error)
 
 
-def warn_of_files_left(path: str, error: Exception) -> None:
+def prune(path: str, keep: set[str]) -> None:
+    """Remove the sidecar files of a checkpoint whose tags are not in `keep`, or warn that some remain."""
+    try:
+        sidecars.prune(path, keep)
+    except Exception as error:  # a leftover file is no reason to end training
+        _warn_of_files_left(path, error)
+
+
+def _warn_of_files_left(path: str, error: Exception) -> None:
     """Warn that sidecar files of a checkpoint could not be removed."""
     log.warning(f"Sidecar files of earlier checkpoints {path!r} could not be removed: {error}")
 

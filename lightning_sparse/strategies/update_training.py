@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import initializes_state, step_depth
 from lightning_sparse.hooks import UpdateExchanger
-from lightning_sparse.hooks.closure import with_gradients
+from lightning_sparse.hooks.closure import is_inner_step, with_gradients
 from lightning_sparse.shards import is_sharded, parameters_of
 from lightning_sparse.strategies.training import Training
 
@@ -56,7 +55,7 @@ class UpdateTraining(Training):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if step_depth(optimizer) > 1 or initializes_state():
+        if is_inner_step(optimizer):
             return None
         return with_gradients(args, kwargs, partial(self._check_gradients, optimizer))
 

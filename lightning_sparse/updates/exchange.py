@@ -153,7 +153,7 @@ class DeltaExchange:
         Args:
             optimizer: the optimizer that steps next.
             unless: a flag on the device. If it is set, the weights of the last call stay.
-            stepping: whether the step comes next, and the gradients are those of the step.
+            stepping: whether the step comes next, see `exchanged_parameters`.
         """
         self.refresh_parameters(stepping=stepping)
         self._begun.add(optimizer)
@@ -195,8 +195,8 @@ class DeltaExchange:
         """Add parameters that were unfrozen or given to optimizers since the last step; call it before each step.
 
         Args:
-            stepping: whether a step comes next, see `exchanged_parameters`.
             names: whether to look for new names, too. This takes a pass over all modules.
+            stepping: whether a step comes next, see `exchanged_parameters`.
         """
         model = self._model()
         if model is None:

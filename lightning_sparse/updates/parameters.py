@@ -51,7 +51,7 @@ def exchanged_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if not (param.requires_grad or id(param) in before or (stepping and param.grad is not None)):
+                if not _joins(param, before, stepping):
                     continue
                 name = names.get(id(param))
                 if name in ignored:
@@ -93,10 +93,14 @@ def owners_of_exchanged(
     found: dict[int, set[int]] = {}
     for number, optimizer in enumerate(optimizers):
         for param in parameters_of([optimizer]):
-            joins = param.requires_grad or id(param) in before or (stepping and param.grad is not None)
-            if joins and id(param) not in left_out:
+            if _joins(param, before, stepping) and id(param) not in left_out:
                 found.setdefault(id(param), set()).add(number)
     return found
+
+
+def _joins(param: Tensor, before: Collection[int], stepping: bool) -> bool:
+    """Return whether a parameter of an optimizer is exchanged, see `exchanged_parameters`."""
+    return param.requires_grad or id(param) in before or (stepping and param.grad is not None)
 
 
 def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
