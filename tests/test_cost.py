@@ -17,7 +17,7 @@ from benchmarks.harness import results
 from benchmarks.harness.shaped_links import PAYLOAD_SHARE, bits_per_second
 from benchmarks.sharded import SHAPES
 from examples.models.gpt import GPT
-from lightning_sparse import METHODS, Reducer, advise, method, simulate
+from lightning_sparse import METHODS, Reducer, advise, method, simulate, trained
 from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import Compressor, TopK
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, break_even_bandwidth, matrices, step
@@ -448,6 +448,17 @@ def test_what_is_recommended_has_trained_as_dense_with_as_many_workers():
         assert most == 2
         assert level(sgd, name)
     assert not level(sgd, "topk")
+
+
+def test_auto_exchanges_updates_only_with_optimizers_that_trained_as_well_as_dense():
+    """Compares with the file that the benchmark wrote, at the rates with updates, which are the best of dense."""
+    table = results.load(results.RESULTS / "optimizers.csv")
+    losses = table[table.step == table.step.max()].set_index(["optimizer", "lr"])
+    dense, updates = (losses[losses.exchanged == name].val_loss for name in ("dense", "updates"))
+    ratios = (updates / dense).dropna().droplevel("lr")
+    assert {*ratios.index} == {*table.optimizer}
+    assert {*ratios[ratios <= 1.02].index} == trained.WITH_UPDATES | {"AdamW", "Lamb", "ADOPT"}
+    assert {*ratios[ratios > 1.02].index} == trained.ABOVE_DENSE | {"SGD", "Lion"}
 
 
 @dataclass(frozen=True)

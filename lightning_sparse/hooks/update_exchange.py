@@ -44,6 +44,7 @@ from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import UPDATE_DENSITY, Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
+from lightning_sparse.trained import ABOVE_DENSE
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
@@ -174,7 +175,7 @@ class UpdateExchanger(Exchanger):
                 )
             warn_of_evaluation(optimizers)
             if method.is_sparse:
-                warn_of_signs(optimizers)
+                warn_of_optimizers(optimizers)
             if is_default_rule:  # methods with a rule have the densities of their papers
                 warn_of_density(method, optimizers)
             return locals_of(exchanged_parameters(model, optimizers)[0])
@@ -613,11 +614,17 @@ def signs_message(optimizer: Optimizer) -> str:
     )
 
 
-def warn_of_signs(optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 of optimizers that step by signs."""
-    signs = next(filter(takes_signs, optimizers), None)
-    if signs is not None and dist.get_rank() == 0:
+def warn_of_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Warn on rank 0 of optimizers whose sparse updates trained worse than dense averages of gradients."""
+    if dist.get_rank() > 0:
+        return
+    if (signs := next(filter(takes_signs, optimizers), None)) is not None:
         log.warning(signs_message(signs))
+    for kind in {type(optimizer) for optimizer in optimizers if type(optimizer).__name__ in ABOVE_DENSE}:
+        log.warning(
+            f"The loss of a GPT with {kind.__name__} was higher with sparse updates than with dense averages of "
+            f"gradients. Compare losses with strategy='ddp'; or take a method that sends every element, such as 'int4'."
+        )
 
 
 def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:

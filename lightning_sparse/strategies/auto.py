@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -38,6 +37,7 @@ from torch.optim import Optimizer
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse import logged
 from lightning_sparse._compat import (
+    accumulates,
     ddp_options,
     has_step_hooks,
     have_hooks_called,
@@ -56,8 +56,9 @@ from lightning_sparse.layout import Granularity, Layout
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.shards import local, parameters_of
+from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
-from lightning_sparse.strategies.overlap_rules import overrides
+from lightning_sparse.strategies.overlap_rules import gradient_hooks
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Tuner
@@ -78,8 +79,6 @@ OTHER_LINK = 2.0
 """Ratio of the times of a dense step on two links from which a choice for one does not hold for the other."""
 FAR = 0.01
 """Seconds of latency in each step that are worth an exchange of updates in one segment."""
-CHOSEN = ("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps")
-FIXED = ("granularity", "hierarchical", "clip_norm", "on_nonfinite")
 
 
 class StockTraining(Training):
@@ -148,7 +147,8 @@ class AutoStrategy:
     Args:
         seed: the seed of the methods' random choices.
         overlap: "next_step" also tries the exchange of updates during the next step. Between two steps, weights then
-            differ among ranks, so no callback or hook may read or change them.
+            differ among ranks, so no callback or hook may read or change them. "none" exchanges updates after each
+            step. By default, `auto_ddp` exchanges them during backward, if possible.
         **kwargs: the options of the strategy that are no choice of an exchange.
 
     Raises:
@@ -159,10 +159,17 @@ class AutoStrategy:
     """The end of the strategy's name: "ddp" or "hsdp"."""
     _stock: ClassVar[str]
     """The name of the dense average of gradients among the candidates."""
-    _chosen: ClassVar[Sequence[str]] = (*CHOSEN, *FIXED)
-    """Options that are a part of the choice."""
+    _chosen: ClassVar[Sequence[str]] = (
+        *("method", "density", "density_warmup", "density_warmup_steps", "exchange", "local_steps"),
+        *("granularity", "hierarchical", "clip_norm", "on_nonfinite"),
+    )
+    """Options of other strategies that are a part of the choice."""
     _steps = 0
-    """Number of steps of any optimizer on this rank."""
+    """Number of steps so far: of batches with an average of gradients, or, in manual optimization, of this rank."""
+    _has_counted = False
+    """Whether the present batch was counted."""
+    _evaluates_again = False
+    """Whether an optimizer has evaluated its closure several times in a step."""
     _step_hooks: Sequence[Any] = ()
 
     if TYPE_CHECKING:
@@ -174,17 +181,18 @@ class AutoStrategy:
         def __getattr__(self, name: str) -> Any:
             """Stands for the attributes of the strategy and of Lightning's strategies."""
 
-    def __init__(self, *, seed: int = 0, overlap: Literal["next_step"] | None = None, **kwargs: Any) -> None:
-        if overlap not in ("next_step", None):
+    def __init__(self, *, seed: int = 0, overlap: Literal["next_step", "none"] | None = None, **kwargs: Any) -> None:
+        if overlap not in ("next_step", "none", None):
             raise ValueError(
                 f"{type(self).__name__}(overlap={overlap!r}): give 'next_step', which also tries the exchange of "
-                f"updates during the next step, or None."
+                f"updates during the next step; or 'none', which exchanges them after the step; or None."
             )
         options = inspect.signature(super().__init__).parameters
         for option in self._chosen:  # a configuration file passes all defaults explicitly
             if option in kwargs and option in options and (value := kwargs.pop(option)) != options[option].default:
                 raise self._refused(option, value)
-        super().__init__(TOPK, seed=seed, **kwargs)  # type: ignore[call-arg]
+        fixed = {"overlap": "none"} if overlap == "none" else {}
+        super().__init__(TOPK, seed=seed, **fixed, **kwargs)  # type: ignore[call-arg]
         for option, value in self._options.own.items():
             raise self._refused(option, value)
         self._arguments = {"seed": seed, "overlap": overlap, **kwargs}
@@ -225,6 +233,20 @@ class AutoStrategy:
         """Begin a dense average of gradients: a candidate whose options are None."""
         raise NotImplementedError
 
+    def _exchanges_updates(self, base: StrategyOptions) -> bool:
+        """Return whether updates of the optimizers can be exchanged, and trained as well as dense averages."""
+        if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
+            return False
+        stepping = [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+        others = {type(optimizer).__name__: None for optimizer in stepping if not trains_with_updates(optimizer)}
+        if others and self.global_rank == 0:
+            names = " and ".join(others)
+            self.inform(
+                f"auto_{self._kind} does not exchange updates of {names}: in this project's benchmarks their loss was "
+                f"higher than with dense averages, or they were not tried. strategy='topk_{self._kind}' exchanges them."
+            )
+        return not others
+
     def _updates(
         self, base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK]
     ) -> dict[str, StrategyOptions]:
@@ -238,7 +260,7 @@ class AutoStrategy:
         found = {TOPK: base} if ranks <= most and not copies else {}
         # Weights differ among ranks while an exchange is pending, and a callback may average them then.
         averages = any(hasattr(each, "should_update") for each in trainer.callbacks)
-        if found and self._arguments["overlap"] and ranks <= DELAYED and not averages:
+        if found and self._arguments["overlap"] == "next_step" and ranks <= DELAYED and not averages:
             found[NEXT_STEP] = replace(base, overlap="next_step")
         return found
 
@@ -290,6 +312,7 @@ class AutoStrategy:
             for logger in trainer.loggers if self._auto.tuner.is_settled else ():
                 logger.log_metrics(self._auto.scalars(), steps_taken(trainer))
         super().on_train_batch_start(batch, batch_idx)
+        self._has_counted = False
         self._auto.clock.begin_batch()
 
     def _switch(self, trainer: Any) -> None:
@@ -314,7 +337,7 @@ class AutoStrategy:
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
         comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating = kept
-        self._auto.note_replacement(self)
+        self._auto.step = self.done  # steps of another kind count from now on
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         """End an exchange; return a function that hands over to the next one, of these options."""
@@ -333,14 +356,16 @@ class AutoStrategy:
     def done(self) -> int:
         """The number of steps so far, for one kind of exchange. It is equal on all ranks.
 
-        While updates are exchanged, one rank alone may skip a step of its optimizer. So their exchanges count.
+        One rank alone may skip a step of its optimizer. So exchanges of updates count, and averages of gradients.
         """
         return self.reducer.step if isinstance(self._training, UpdateTraining) else self._steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_inner_step(optimizer):
-            return
+        if not self.lightning_module.automatic_optimization and not is_inner_step(optimizer):
+            self._count_step(optimizer)
+
+    def _count_step(self, optimizer: Optimizer) -> None:
         self._steps += 1
         if isinstance(self._training, StockTraining) and optimizer is self.optimizers[0]:
             self._training.exchanger.count_step()
@@ -353,10 +378,20 @@ class AutoStrategy:
         super().post_backward(closure_loss)
         if self.lightning_module.automatic_optimization:
             self._auto.clock.note_end()
+            if not self._has_counted and not accumulates(self.lightning_module.trainer):
+                self._has_counted = True
+                self._count_step(self.optimizers[0])
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        before = self._steps
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        before, evaluations = self._steps, 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            return closure()
+
+        result = super().optimizer_step(optimizer, evaluate, model, **kwargs)
+        self._evaluates_again |= evaluations > 1
         if self._steps == before:  # the optimizer calls no hooks, or Lightning's gradient scaler has skipped the step
             self._note_step(optimizer)
         self._synchronize()
@@ -406,15 +441,12 @@ class AutoDDP(AutoStrategy):
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
         is_sparse = sparse_embedding(self.lightning_module) is not None
-        exchanges_updates = base.choose(self.optimizers)[0] == "update"
+        exchanges_updates = self._exchanges_updates(base)
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-        base_module = import_module(self._namespace).LightningModule
-        clips = trainer.gradient_clip_val or overrides(
-            self.lightning_module, base_module, "configure_gradient_clipping"
-        )
-        compresses_gradients = not (is_sparse or clips or self.scaler is not None)
+        changes = trainer.gradient_clip_val or gradient_hooks(self, ("configure_gradient_clipping", "clip_gradients"))
+        compresses_gradients = not (is_sparse or changes or self.scaler is not None)
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
@@ -539,6 +571,7 @@ class _Choice:
         reason: the reason for the present choice, for the summary of a run.
         loaded: the checkpoint of this fit, until `choose_first`.
         parameters: those at the start of the present exchange.
+        step: the number of steps at the last measurement, see `AutoStrategy.done`.
     """
 
     def __init__(self, base: StrategyOptions, name: str, stock: str) -> None:
@@ -549,7 +582,7 @@ class _Choice:
         self.tuner = Tuner({stock: 0.0}, stock)
         self.clock = _Clock()
         self._link = Link(1e9)
-        self._step = self._ranks = 0
+        self.step = self._ranks = 0
 
     @property
     def reducer_options(self) -> ReducerOptions:
@@ -567,12 +600,7 @@ class _Choice:
         if self._ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, self._ranks)
         with report_errors_to_peers():
-            try:
-                works = self._workloads(strategy) if len(self.options) > 1 else None
-            except ValueError as error:  # two parameters share memory, for example
-                log.info(f"{self._name}: no candidate exchanges updates. {error}")
-                self.options = {name: each for name, each in self.options.items() if name not in (TOPK, NEXT_STEP)}
-                works = self._workloads(strategy) if len(self.options) > 1 else None
+            works = self._workloads(strategy) if len(self.options) > 1 else None
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
@@ -611,13 +639,14 @@ class _Choice:
 
     def start(self, strategy: AutoStrategy) -> None:
         """Begin to measure, after the density warm-up."""
-        self._step, self.clock = strategy.done, _Clock()
+        self.step, self.clock = strategy.done, _Clock()
         self.tuner.wait(WARMUP - strategy.reducer.step)
 
     def _workloads(self, strategy: AutoStrategy) -> tuple[Workload, Workload, Workload]:
         """Return a rank's part of gradients in buckets, of updates in buckets, and of updates in the fewest segments.
 
-        All ranks return the same, also if shards of one parameter have different lengths.
+        All ranks return the same, also if shards of one parameter have different lengths. If updates cannot be
+        exchanged, they are no candidates from now on.
         """
         module, bucket_cap_mb = strategy.lightning_module, self._base.reducer.bucket_cap_mb
         shards = int(strategy.world_size) // self._ranks
@@ -625,7 +654,12 @@ class _Choice:
         gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
         if not {TOPK, NEXT_STEP} & {*self.options}:
             return gradients, gradients, gradients
-        params, _, group_of = exchanged_parameters(module, strategy.optimizers)
+        try:
+            params, _, group_of = exchanged_parameters(module, strategy.optimizers)
+        except ValueError as error:  # two parameters share memory, for example
+            log.info(f"{self._name}: no candidate exchanges updates. {error}")
+            self.options = {name: each for name, each in self.options.items() if name not in (TOPK, NEXT_STEP)}
+            return gradients, gradients, gradients
         shapes = {name: (-(-param.numel() // shards),) for name, param in params.items()}
         dtypes = {name: param.dtype for name, param in params.items()}
         layouts = [Layout.of(shapes, "bucket", bucket_cap_mb, dtypes=dtypes, group_of=group_of)]
@@ -672,17 +706,13 @@ class _Choice:
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"
 
-    def note_replacement(self, strategy: AutoStrategy) -> None:
-        """Count steps of another kind from now on. Ranks may differ in their totals, but not in later steps."""
-        self._step = strategy.done
-
     def is_due(self, strategy: AutoStrategy, trainer: Any) -> bool:
         """Note the step that has ended, if one has; return whether ranks compare their measurements now."""
         done = strategy.done
         in_finder = self._callbacks and not any(callback in trainer.callbacks for callback in self._callbacks)
-        if done == self._step or len(self.options) == 1 or in_finder:
+        if done == self.step or len(self.options) == 1 or in_finder:
             return False
-        self._step = done
+        self.step = done
         return self.tuner.note(self.clock.take())
 
     def decide(self, strategy: AutoStrategy) -> str:
@@ -690,7 +720,7 @@ class _Choice:
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
         needed = self._bytes(strategy)
         free = needed[self.tuner.current] + _free_bytes(strategy.root_device)
-        lacking = [nbytes - free for nbytes in needed.values()]
+        lacking = [math.inf if self._is_barred(strategy, name) else needed[name] - free for name in needed]
         own = torch.tensor([self.tuner.median(), *lacking], device=strategy.root_device)
         comm, link = strategy.reducer.comm, self._link
         everyone = comm.of_all()
@@ -699,7 +729,8 @@ class _Choice:
             slowest, *lacking = everyone.all_gather(own).amax(0).tolist()
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
-        self.tuner.left_out = {name for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
+        left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
+        self.tuner.left_out = left_out
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest:.3g} ms now, and {self._link_text()}"
@@ -707,11 +738,20 @@ class _Choice:
             return f"{self._name}: {now}: it tries again."
         if self.tuner.is_settled and not was_settled:
             found = f"{self.tuner.summary()}; {self._link_text()}"
-            if left_out := [name for name in self.tuner.untried if name in self.tuner.left_out]:
-                found += f"; too little memory for {', '.join(left_out)}"
+            untried = [name for name in self.tuner.untried if name in left_out]
+            if names := [name for name in untried if left_out[name] < math.inf]:
+                found += f"; too little memory for {', '.join(names)}"
+            if names := [name for name in untried if left_out[name] == math.inf]:
+                found += f"; no {' or '.join(names)}, because a step evaluates its closure several times"
             self.reason = f"{self._name}, by measured steps: {found}"
             return f"{self._name} keeps {self.tuner.current}: {found}."
         return ""
+
+    def _is_barred(self, strategy: AutoStrategy, name: str) -> bool:
+        """Return whether a candidate would raise an error: it compresses gradients, and steps have several."""
+        options = self.options[name]
+        sends_gradients = options is not None and options.choose(strategy.optimizers)[0] == "gradient"
+        return sends_gradients and strategy._evaluates_again and name != self.tuner.current
 
     def _bytes(self, strategy: AutoStrategy) -> dict[str, float]:
         """Return the bytes that each candidate needs on this rank, in addition to dense averages."""

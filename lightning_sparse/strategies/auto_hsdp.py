@@ -11,7 +11,6 @@ Replicas average gradients, as with dense_hsdp, or exchange updates, as with top
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_sparse._compat import backend_name
@@ -66,7 +65,7 @@ class AutoHSDP(AutoStrategy):
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         with report_errors_to_peers():  # now, and not in the middle of training
             check_averages(self.model, self._group)
-        if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
+        if not self._exchanges_updates(base):
             return {}
         most = SHARDED if self.world_size > ranks else TRAINED["adamw"][TOPK]
         found = self._updates(base, trainer, ranks, most)

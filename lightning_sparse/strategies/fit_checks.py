@@ -23,8 +23,10 @@ from lightning_sparse.hooks.update_exchange import (
 )
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
+from lightning_sparse.momentum import moments_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, parameters_of
+from lightning_sparse.trained import WITH_UPDATES
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,13 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
     if takes_signs(optimizer):
         return "takes signs"
     return None
+
+
+def trains_with_updates(optimizer: Optimizer) -> bool:
+    """Return whether exchanged updates of this kind of optimizer trained as well as dense averages of gradients."""
+    if scales_gradient(optimizer):
+        return False
+    return moments_of(optimizer) is not None or any(kind.__name__ in WITH_UPDATES for kind in type(optimizer).__mro__)
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ OF_STRATEGIES = ("backward", "post_backward", "optimizer_step")
 
 def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
     """Return why an exchange by a method starts after backward; "" if it may start during backward."""
-    lightning, module = import_module(strategy._namespace), strategy.lightning_module
-    trainer, options = module.trainer, strategy._options.reducer
+    module, options = strategy.lightning_module, strategy._options.reducer
+    trainer = module.trainer
     blockers = [
         (strategy._options.overlap == "none", "overlap='none'"),
         (method.local_steps > 1, "there are several steps before"),
@@ -37,13 +38,7 @@ def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
         (options.on_nonfinite == "skip", "on_nonfinite='skip' needs all gradients"),
         (strategy.root_device.type == "cuda" and has_collectives(module), "backward has collectives of its own"),
     ]
-    owners: list[tuple[Any, Any, tuple[str, ...]]] = [(module, lightning.LightningModule, (*HOOKS, *OF_MODULES))]
-    owners += [(callback, lightning.Callback, HOOKS) for callback in trainer.callbacks]
-    blockers += [
-        (overrides(owner, base, name), f"{type(owner).__name__}.{name} comes first")
-        for owner, base, names in owners
-        for name in names
-    ]
+    blockers += [(True, f"{name} comes first") for name in gradient_hooks(strategy, OF_MODULES)]
     blockers.append((any(map(has_backward_hooks, module.modules())), "a module has backward hooks"))
     for part in (strategy.precision_plugin, *strategy.optimizers):
         known = type(part).__module__.startswith(("torch.optim.", "pytorch_lightning.", "lightning."))
@@ -53,6 +48,20 @@ def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
     own += [(f"{type(each).__name__}.step", vars(each)["step"]) for each in strategy.optimizers if "step" in vars(each)]
     blockers += [(_is_foreign(function), f"{name} is a function of yours") for name, function in own]
     return next((text for applies, text in blockers if applies), "")
+
+
+def gradient_hooks(strategy: Any, of_module: Sequence[str]) -> list[str]:
+    """Return the methods of the module and of callbacks that Lightning calls between backward and a step.
+
+    Args:
+        strategy: the strategy of a Trainer.
+        of_module: methods of a LightningModule to look for, besides `HOOKS`.
+    """
+    lightning, module = import_module(strategy._namespace), strategy.lightning_module
+    owners = [(module, lightning.LightningModule, (*HOOKS, *of_module))]
+    owners += [(callback, lightning.Callback, HOOKS) for callback in module.trainer.callbacks]
+    each = ((owner, base, name) for owner, base, names in owners for name in names)
+    return [f"{type(owner).__name__}.{name}" for owner, base, name in each if _overrides(owner, base, name)]
 
 
 def _is_foreign(function: Any) -> bool:
@@ -66,7 +75,7 @@ def _is_foreign(function: Any) -> bool:
     return False
 
 
-def overrides(owner: Any, base: Any, name: str) -> bool:
+def _overrides(owner: Any, base: Any, name: str) -> bool:
     """Return whether an object has its own method in place of its base's."""
     try:
         return bool(is_overridden(name, owner, base))

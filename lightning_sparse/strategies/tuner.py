@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Mapping
 
-SETTLING, WINDOW = 4, 7
+SETTLING, WINDOW = 4, 8
 """Steps that are left out after a switch, and measured steps before a decision. On a GPU up to six exchanges capture
-CUDA graphs first, so most measured steps are without a capture."""
+CUDA graphs first, so most measured steps are without a capture. Both are even, because the steps of a GAN alternate."""
 EVERY, RAREST = 100, 800
 """Steps between two looks at the chosen candidate, at first and at most. Each repetition of the tries doubles them. So
 a link that changes all the time does not cause tries all the time."""

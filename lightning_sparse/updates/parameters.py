@@ -142,6 +142,7 @@ def others_settings(
         "settings of optimizers": [
             f"{key} {number} of group {place} of {type(optimizer).__name__}"
             for optimizer in optimizers
+            if not optimizer.state  # training may change them on each rank, as Prodigy and ReduceLROnPlateau do
             for place, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
             for number in _numbers(value)

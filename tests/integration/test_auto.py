@@ -402,8 +402,10 @@ def refused(rank: int) -> list[str]:
 
 def test_options_of_a_method_are_an_error():
     assert refused(0)[0] == "AutoDDPStrategy(density=0.1)"
-    with pytest.raises(ValueError, match=r"overlap='backward'\): give 'next_step', which also tries the exchange"):
+    with pytest.raises(ValueError, match=r"overlap='backward'\): give 'next_step', which also tries .* or 'none'"):
         AutoDDPStrategy(overlap="backward")
+    assert AutoDDPStrategy(overlap="none")._options.overlap == "none"
+    assert AutoDDPStrategy()._options.overlap == "backward"
 
 
 class Unused(Net):
@@ -444,7 +446,36 @@ class Clipping(Net):
         nn.utils.clip_grad_value_(self.parameters(), 0.1)
 
 
-MODELS = {"no optimizer": Unused, "SparseAdam": SparseEmbedding, "complex numbers": Complex, "clipping": Clipping}
+class Changing(Net):
+    """Removes NaN from gradients, after an exchange of gradients."""
+
+    def on_after_backward(self) -> None:
+        for param in self.parameters():
+            param.grad.nan_to_num_()
+
+
+class SOAP(torch.optim.Optimizer):
+    """Stands for an optimizer whose updates trained worse than dense averages of gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad * self.param_groups[0]["lr"])
+        return loss
+
+
+MODELS = {
+    "SOAP": partial(Net, SOAP, lr=0.01),
+    "no optimizer": Unused,
+    "SparseAdam": SparseEmbedding,
+    "complex numbers": Complex,
+    "clipping": Clipping,
+    "changed gradients": Changing,
+}
 
 
 def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
@@ -466,7 +497,10 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
         ("AdamW", 2, "next_step", ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]),
         ("SGD", 2, None, ["ddp", "int8", "int4"]),
         ("Rprop", 2, None, ["ddp", "int8", "int4"]),
+        ("SOAP", 2, None, ["ddp", "int8", "int4"]),
+        ("Adagrad", 2, None, ["ddp", "ddp, bf16", "topk", "int8", "int4"]),
         ("clipping", 2, None, ["ddp"]),
+        ("changed gradients", 2, None, ["ddp"]),
         *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "topk"])], []),
     ],
 )
@@ -613,6 +647,55 @@ def test_a_rank_that_skips_a_step_decides_with_the_others():
     assert torch.equal(weights, theirs)
 
 
+class Skipping(Linear):
+    """Rank 1 skips a step of its optimizer after the backward pass, and its rate differs from rank 0's later."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.global_rank == 1 and self.trainer.fit_loop.total_batch_idx == 2:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, index, optimizer, optimizer_closure)
+        if self.global_rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.005
+
+
+def skipping(rank: int) -> tuple[list[str], Tensor]:
+    strategy = auto(["ddp", "topk", "topk, next step", "topk"], timeout=timedelta(seconds=20))
+    watch = fit(Skipping(torch.optim.AdamW, lr=0.01), strategy, rank, max_steps=-1, max_epochs=3)
+    return watch.names, watch.weights[-1]
+
+
+def test_ranks_that_differ_in_steps_and_rates_still_decide_alike():
+    (names, weights), (same, theirs) = lightning_ranks(2, skipping)
+    assert names == same
+    assert [*dict.fromkeys(names)] == ["ddp", "topk", "topk, next step"]
+    assert torch.equal(weights, theirs)
+
+
+class Twice(torch.optim.Adagrad):
+    """Evaluates its closure twice in a step, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+def evaluating(rank: int) -> tuple[list[str], list[str]]:
+    auto_module.measure_link = lambda *_: (1e9, 1e-6)
+    strategy, said = AutoDDPStrategy(process_group_backend="gloo"), []
+    strategy.inform = said.append  # type: ignore[method-assign]
+    fit(Net(Twice, lr=0.01), strategy, rank, max_steps=100)
+    return [*strategy._auto.tuner.times], said
+
+
+def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several():
+    (tried, said), (others, _) = lightning_ranks(2, evaluating)
+    assert tried == others
+    assert not {"int8", "int4"} & {*tried}
+    assert "no int8 or int4, because a step evaluates its closure several times" in "".join(said)
+
+
 @pytest.mark.parametrize("net", [Raw, OnlySecond])
 def test_steps_of_any_optimizer_are_counted(net):
     (names, weights, sent), (same, theirs, _) = lightning_ranks(2, raw, net)
@@ -630,6 +713,17 @@ class Sharing(Linear):
         self.layers[-1].weight.data = self.layers[-2].weight.data
 
 
+class SharingLater(Sharing):
+    """One of these parameters is frozen for five steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.layers[-1].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.layers[-1].requires_grad_(self.global_step >= 5)
+
+
 class Copying(torch.optim.AdamW):
     master_weights = True  # as of Apex's FusedAdam
 
@@ -645,6 +739,18 @@ def candidates(rank: int) -> list[list[str]]:
 
 def test_models_whose_updates_cannot_be_exchanged_train_as_with_ddp():
     assert lightning_ranks(2, candidates) == [[[], [], ["topk"]]] * 2
+
+
+def shares_later(rank: int) -> tuple[list[str], list[str]]:
+    strategy = auto(["int8", "ddp"])
+    watch = fit(SharingLater(torch.optim.AdamW, lr=0.01), strategy, rank)
+    return watch.names, [*strategy._auto.options]
+
+
+def test_updates_are_no_candidates_from_the_step_in_which_they_cannot_be_exchanged():
+    for names, options in lightning_ranks(2, shares_later):
+        assert [*dict.fromkeys(names)] == ["int8", "ddp"]
+        assert options == ["ddp", "ddp, bf16", "int8", "int4"]
 
 
 def test_without_a_note_of_the_end_a_step_lasts_until_the_next_one():
@@ -966,7 +1072,7 @@ def measured(rank: int) -> Any:
     strategy = auto([])
     strategy.inform = said.append  # type: ignore[method-assign]
     net = Net(torch.optim.AdamW, lr=0.01)
-    watch = fit(net, strategy, rank, max_steps=110)
+    watch = fit(net, strategy, rank, max_steps=120)
     # After the fit, because weights differ within it if an exchange overlaps the next step.
     return watch.names, float(net.weights.sum()), said, [*strategy._auto.tuner.times]
 

@@ -2741,15 +2741,23 @@ def test_a_parameter_that_moves_to_another_optimizer_stays_equal_on_all_ranks():
     assert "'layers.3.weight' belongs to two optimizers" in both[1]
 
 
-def test_optimizers_that_take_signs_are_warned_of():
-    def run(rank: int) -> list[str]:
-        messages = Messages()
-        net = Net(Lion, lr=1e-3)
-        trainer(sparse(exchange="update"), 1, max_steps=1).fit(net, Loader(0, 1, 2))
-        return [text for text in messages.texts if "takes signs" in text]
+class SOAP(Unknown):
+    """Has the name of an optimizer that trained worse with updates than with dense averages."""
 
-    (signs,) = lightning_ranks(1, run)[0]
+
+def test_optimizers_that_train_badly_with_sparse_updates_are_warned_of():
+    def run(rank: int) -> list[list[str]]:
+        found = []
+        for kind in (Lion, SOAP, Unknown):
+            messages = Messages()
+            trainer(sparse(exchange="update"), 1, max_steps=1).fit(Net(kind, lr=1e-3), Loader(0, 1, 2))
+            found.append([text for text in messages.texts if "'int4'" in text])
+        return found
+
+    (signs,), (higher,), none = lightning_ranks(1, run)[0]
     assert signs.startswith("Lion takes signs")
+    assert higher.startswith("The loss of a GPT with SOAP was higher with sparse updates than with dense averages")
+    assert none == []
 
 
 class Backbone(Net):
