@@ -15,18 +15,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, same_dtype
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype, tl
 from lightning_sparse.kernels.native import run
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 MAGNITUDE = 0x7FFFFFFF
 """Mask of the bits of an fp32 number except its sign."""

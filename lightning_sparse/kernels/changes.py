@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, tl
 from lightning_sparse.kernels.native import run, table, takes
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @operation

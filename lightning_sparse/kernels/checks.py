@@ -11,15 +11,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 TILE = 1024
 """Number of words that one program weighs, and of entries that one program checks."""

@@ -10,18 +10,13 @@ bit by bit. So one launch reads the data once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, tl
 from lightning_sparse.kernels.select import block_size, ensure_stats, magnitude_bits, nonzero, topk_indices
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 CHUNK = 4096
 """Number of consecutive elements of a chunk: a position in a chunk takes 12 bits."""

@@ -10,15 +10,11 @@ Tables are cached by address, because gradients mostly stay at their addresses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kept, kernel, to_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kept, kernel, tl, to_device
 
 TILE = 4096
 """Number of consecutive elements of a segment that share an entry of the table's third part."""

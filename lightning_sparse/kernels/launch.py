@@ -26,6 +26,9 @@ OPTIONS = {"enable_fp_fusion": True}
 CHUNK = 1 << 17
 """Number of elements to process at a time on the CPU, so that they stay in cache between operations."""
 
+tl: Any = None
+"""`triton.language` for kernels, from the first launch on."""
+
 _loading = threading.Lock()
 
 

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 LOWER = {8: torch.uint8, 16: torch.int16}
 """Maps the width of the lower bits, unless it is 0, to the dtype that holds them."""

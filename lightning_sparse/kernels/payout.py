@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +19,8 @@ from torch import Tensor
 from lightning_sparse.kernels.block_stats import BlockStats, _store_stats, for_kernel, overlaps
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE, _bisect, bisections, gradient_table
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, same_dtype, tl
 from lightning_sparse.kernels.native import run, table, takes
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
 
 AT_A_TIME = 1 << 23
 """Most elements that plain torch processes at a time on CUDA, a multiple of 64: temporaries take 32 MB."""

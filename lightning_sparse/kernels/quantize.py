@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,7 @@ from torch.nn.functional import pad
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kept, kernel, launch, to_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kept, kernel, launch, tl, to_device
 
 Places = Sequence[tuple[int, int]]
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import gradient_table
-from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, to_device
+from lightning_sparse.kernels.launch import kept, kernel, launch, same_dtype, tl, to_device
 from lightning_sparse.kernels.native import run, table, takes
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 PIECE = 8192
 """Number of elements of a parameter that one program sums."""

@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lightning_sparse.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, tl
 
 TILE = 4096
 """Number of elements that one program searches; below 2^15, so that two counts fit into 32 bits."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, tl
 from lightning_sparse.kernels.select import (
     block_size,
     count_reaching,
@@ -32,9 +31,6 @@ from lightning_sparse.kernels.select import (
 )
 from lightning_sparse.kernels.select_kernels import THRESHOLD
 from lightning_sparse.kernels.select_triton import Kept, blocks_of_largest, select, zeros
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 OCTAVE = 1 << 23
 """A factor of two, as a difference of bits."""

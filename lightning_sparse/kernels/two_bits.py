@@ -11,17 +11,13 @@ others. If there are zeros, they stay zero, and the larger one is the mean of al
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 GROUP = 128
 """Number of values that share two magnitudes."""

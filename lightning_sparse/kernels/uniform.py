@@ -11,15 +11,10 @@ each. Triton kernels compute the same numbers by `_noise`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, tl
 
 FACTORS = 0x7FEB352D, -0x7B935975
 """The factors of the hash "lowbias32" (Wellons 2018), as signed 32-bit numbers."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,8 @@ from torch import Tensor
 from lightning_sparse.kernels.dispatch import operation
 from lightning_sparse.kernels.gradient_table import TILE as TABLE_TILE
 from lightning_sparse.kernels.gradient_table import _address, bisections, gradient_table
-from lightning_sparse.kernels.launch import kernel, launch, same_dtype
+from lightning_sparse.kernels.launch import kernel, launch, same_dtype, tl
 from lightning_sparse.kernels.native import run, table, takes
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 TILE = 1024
 """Number of entries that one program of the kernels adds."""

@@ -10,17 +10,12 @@ into planes of such widths, which are concatenated, the lower bits first. 5 bits
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 TILE = 1024
 """Number of codes that one Triton program processes."""

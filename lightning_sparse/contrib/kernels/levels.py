@@ -9,8 +9,6 @@ row_numbers.py describes how norms are summed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,11 +18,8 @@ from lightning_sparse.contrib.kernels.row_numbers import norms_of_rows
 from lightning_sparse.contrib.kernels.row_table import Rows
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import operation
-from lightning_sparse.kernels.launch import at_a_time, kernel, launch
+from lightning_sparse.kernels.launch import at_a_time, kernel, launch, tl
 from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 TILE = 1024
 """Number of elements that one program processes."""

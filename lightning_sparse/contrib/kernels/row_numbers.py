@@ -10,7 +10,6 @@ fp32, and then add up the pieces in fp64. The order is always the same, so the s
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +18,7 @@ from lightning_sparse.contrib.kernels.row_table import Rows, first_pieces, longe
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import _bisect, bisections
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 TILE = 1024
 """Number of elements that one program processes, from one piece or several."""

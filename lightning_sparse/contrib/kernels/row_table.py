@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.gradient_table import _bisect
-from lightning_sparse.kernels.launch import kept, kernel, to_device
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kept, kernel, tl, to_device
 
 Rows = Sequence[tuple[int, int, int, int, int]]
 

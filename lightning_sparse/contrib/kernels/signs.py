@@ -9,8 +9,6 @@ row_table.py describes `rows`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -19,10 +17,7 @@ from lightning_sparse.contrib.kernels.row_table import Rows, _row_of, of_element
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from lightning_sparse.kernels.launch import kernel, launch, tl
 
 TILE = 1024
 """Number of elements that one program processes."""

@@ -6,8 +6,6 @@ row_table.py describes `rows`, which has one row for each parameter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,8 @@ from lightning_sparse.contrib.kernels.row_table import Rows, _parameter_of, of_e
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.dispatch import backend_of, operation
 from lightning_sparse.kernels.gradient_table import bisections
-from lightning_sparse.kernels.launch import kernel, launch
+from lightning_sparse.kernels.launch import kernel, launch, tl
 from lightning_sparse.kernels.uniform import FACTORS, _noise, add_uniform_, key_and_step
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 TILE = 2048
 """Number of elements that one program processes."""
