@@ -85,8 +85,10 @@ PARTS = {
     "large": Part(3000, 150, width=256),  # 3.3 M parameters
     "equal": Part(1000, 75, until=975),  # the last step after which weights are equal
 }
-LENGTHS = {200: [0.006, 0.015], 500: [0.006], 3000: [0.001]}
+LENGTHS = {20: [], 50: [], 100: [], 200: [0.006, 0.015], 500: [0.006], 3000: [0.001]}
 """Densities besides the default, by the number of steps of a whole training."""
+SHORT = [f"{steps} steps" for steps in LENGTHS if steps <= 200]
+"""Parts that are also trained at another rate, with three seeds."""
 OF_LENGTH = {f"{steps} steps": Part(steps, steps // 2) for steps in LENGTHS}
 OF_LENGTH |= {
     f"{steps} steps, density {density:g}": Part(steps, steps // 2, density=density)
@@ -134,6 +136,7 @@ TRIED = [
         (name, "adamw", [THINNER] if "density" in name else ["ddp", DEFAULT], [0.001 if part.steps < 1000 else 0.002])
         for name, part in OF_LENGTH.items()
     ),
+    *((name, "adamw", ["ddp", DEFAULT], [0.004]) for name in SHORT),
     ("rates", "adamw", ["ddp", DEFAULT], OTHER_RATES),
     ("rates", "adamw", [GAUSSIANK], [0.004, 0.006]),
     ("large", "adamw", ["ddp", "topk updates", DEFAULT], [0.002]),
@@ -156,7 +159,7 @@ REPEATED = {
     ("alone", "adamw", "ddp"): 0.002,
 }
 LARGE_TWICE = ["ddp", "topk updates", DEFAULT]  # also with seed 1; more would take hours
-MORE_SEEDS = [1, 2]  # further seeds of `REPEATED`; the parts in `EARLY` use all seeds
+MORE_SEEDS = [1, 2]  # further seeds of `REPEATED` and of `SHORT`; the parts in `EARLY` use all seeds
 TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for step times
 FAR = "100mbit 50ms"  # links between distant sites, for the methods in `AT_SITES`
@@ -239,6 +242,9 @@ def missing_runs(path: Path) -> list[Run]:
     ]
     repeated = [Run(*what, lr, seed) for seed in [0, *MORE_SEEDS] for what, lr in REPEATED.items()]
     runs += [Run("large", "adamw", name, 0.002, 1) for name in LARGE_TWICE]
+    runs += [
+        Run(part, "adamw", name, 0.004, seed) for seed in MORE_SEEDS for part in SHORT for name in ("ddp", DEFAULT)
+    ]
     runs += [run for run in repeated if run.seed] + [run._replace(part=EARLY[run.part]) for run in repeated]
     return results.missing(results.load(path), runs)
 

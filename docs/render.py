@@ -639,17 +639,22 @@ def fewer_bytes() -> str:
 
 
 def lengths() -> str:
-    """Final losses of trainings with other numbers of steps: `ddp`, the default, and other densities; one seed."""
+    """Final losses of trainings with other numbers of steps: `ddp`, the default, and other densities, by seed."""
     trained = read("language").query("part.str.contains('^[0-9]+ steps')")
     ends, rows = trained[trained.step == trained.steps], []
-    for steps, runs in ends.groupby("steps"):
-        dense = runs[runs.method == "ddp"].iloc[0]
-        for _, run in runs.sort_values("sent_bytes_per_worker", ascending=False).iterrows():
-            name = "ddp" if run.method == "ddp" else f"topk, density {run.density:g}"
-            share = 100 * run.sent_bytes_per_worker / dense.sent_bytes_per_worker
-            above = f"{100 * (run.val_loss / dense.val_loss - 1):+.1f} %"
-            rows.append([f"{steps:,}", name, f"{run.lr:g}", digits(share, 2), f"{run.val_loss:.3f}", above])
-    return table(["steps", "", "rate", "% of dense bytes", "loss after the last step", "against `ddp`"], rows)
+    for (steps, rate), runs in ends.groupby(["steps", "lr"]):
+        dense = runs[runs.method == "ddp"].set_index("seed")
+        kinds = runs.assign(is_dense=runs.method == "ddp").groupby(["is_dense", "density"], sort=False)
+        for (is_dense, density), of_kind in sorted(kinds, key=lambda each: -each[1].sent_bytes_per_worker.max()):
+            seeds = of_kind.set_index("seed")
+            share = 100 * (seeds.sent_bytes_per_worker / dense.sent_bytes_per_worker).mean()
+            above = 100 * (seeds.val_loss / dense.val_loss - 1).dropna()
+            differences = f" ({', '.join(f'{each:+.1f}' for each in above)})" if len(above) > 1 and not is_dense else ""
+            name = "ddp" if is_dense else f"topk, density {density:g}"
+            cells = f"{rate:g}", digits(share, 2), mean_and_range(list(seeds.val_loss), 3)
+            rows.append([f"{steps:,}", name, *cells, f"{above.mean():+.1f} %{differences}"])
+    heads = ["steps", "", "rate", "% of dense bytes", "loss after the last step", "against `ddp`, by seed"]
+    return table(heads, rows)
 
 
 def rates() -> str:
@@ -907,9 +912,10 @@ def gpu_paced_ratios() -> str:
 def front_seconds() -> str:
     """Seconds to a loss at a GPU's pace, in a list."""
     found = paced()
-    names = {WITHIN: "`topk_ddp`", "ddp": "`ddp`", "bf16": "a bf16 hook", POWERSGD: "torch's PowerSGD"}
+    names = {"ddp": "`ddp`", "bf16": "a bf16 hook", POWERSGD: "torch's PowerSGD", "local_sgd": "`local_sgd`"}
     return "".join(
-        f"- {link}: {', '.join(f'{shown} {found[name].total[rate]:,.0f}' for name, shown in names.items())}.\n"
+        f"- {link}: `topk_ddp` {found[WITHIN].total[rate]:,.0f} (with clipping {found[AFTER].total[rate]:,.0f}), "
+        f"{', '.join(f'{shown} {found[name].total[rate]:,.0f}' for name, shown in names.items())}.\n"
         for rate, link in PACED_LINKS.items()
     )
 
@@ -1259,9 +1265,9 @@ def gpu_line() -> str:
     return (
         f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
         f" GPT-2 small. There\n`topk` adds {percent['topk']:.1f} % to a step if gradients are exchanged, and"
-        f" {percent['topk updates']:.0f} to {percent['topk updates within backward']:.0f} % with AdamW's updates,"
-        " before\nany communication ([GPU status](docs/gpu.md)). Several GPUs have not been run. FSDP2 has only been"
-        " run on CPUs.\n"
+        f" {percent['topk updates']:.0f} to {percent['topk updates within backward']:.0f} % with AdamW's updates."
+        " This is at\ndensity 0.001, before any communication ([GPU status](docs/gpu.md)). Several GPUs have not been"
+        " run. FSDP2 has only been run on CPUs.\n"
     )
 
 

@@ -19,6 +19,7 @@ from benchmarks.language import (
     METHODS,
     MORE_SEEDS,
     REPEATED,
+    SHORT,
     TRIED,
     UPDATES,
     Run,
@@ -49,7 +50,11 @@ def test_every_contestant_is_compared_at_full_length_and_only_what_is_missing_is
     once = sum(len(names) * len(rates) for _, _, names, rates in TRIED)
     begun = [run for run in runs if run.part in EARLY.values()]
     assert {(run.method, run.seed) for run in begun} == {(name, seed) for _, _, name in REPEATED for seed in (0, 1, 2)}
-    assert len(runs) == len(set(runs)) == once + len(MORE_SEEDS) * len(REPEATED) + len(begun) + len(LARGE_TWICE)
+    assert (
+        len(runs)
+        == len(set(runs))
+        == once + len(MORE_SEEDS) * (len(REPEATED) + 2 * len(SHORT)) + len(begun) + len(LARGE_TWICE)
+    )
     assert {run[:4] for run in runs if run.seed in MORE_SEEDS} <= {run[:4] for run in runs if run.seed == 0}
     results.save(tmp_path / "language.csv", [runs[0]._asdict()])
     assert missing_runs(tmp_path / "language.csv") == runs[1:]
