@@ -160,7 +160,7 @@ class ExchangeChecks:
         name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
         weights = changed[name]
         others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
-        kept = map(local, _tensors([optimizer.state.get(params[name], {}), others]))
+        kept = map(local, tensors_in([optimizer.state.get(params[name], {}), others]))
         copies = [x for x in kept if _is_copy(x, weights)]
         self._copies[optimizer] += bool(copies)
         if self._copies[optimizer] != 2:
@@ -238,13 +238,13 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
     """Return the tensors in an object made of dictionaries, lists and tuples."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, Mapping | list | tuple):
         for each in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _is_copy(x: Tensor, weights: Tensor) -> bool:
