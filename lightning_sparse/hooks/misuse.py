@@ -289,10 +289,12 @@ def explain_failures(model: nn.Module) -> None:
     """Let a sharded model's forward pass raise the error of another rank.
 
     The collectives of a sharded model would wait for a failed rank before this rank's next exchange. If they break off,
-    torch's error does not name the cause.
+    torch's error does not name the cause. The hooks last until `detach`.
     """
-    model.register_forward_pre_hook(_raise_known, prepend=True)  # before FSDP2's collectives
-    model.register_forward_hook(_explain, always_call=True)
+    _explaining[model] = (
+        model.register_forward_pre_hook(_raise_known, prepend=True),  # before FSDP2's collectives
+        model.register_forward_hook(_explain, always_call=True),
+    )
 
 
 def _raise_known(model: nn.Module, *_: Any) -> None:
@@ -312,6 +314,7 @@ def _explain(model: nn.Module, *_: Any) -> None:
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientExchanger]] = weakref.WeakKeyDictionary()
+_explaining: weakref.WeakKeyDictionary[nn.Module, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
@@ -345,6 +348,8 @@ def detach(model: nn.Module) -> None:
 
     Optimizers of an earlier exchange may step only while no updates are exchanged.
     """
+    for hook in _explaining.pop(model, ()):
+        hook.remove()
     if (checked := _checked.pop(model, None)) and (exchanger := checked()):
         exchanger.stop_checks()
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
