@@ -192,6 +192,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             training.begin()  # from replica 0's weights
         return rest
 
+            module = getattr(module, "_orig_mod", module)  # Fabric saves the module within torch.compile's
     def _resumed(self, state: Mapping[str, Any]) -> tuple[torch.nn.Module, Any] | None:
         """Return a model with its exchange if a checkpoint's state has the model and all its optimizers."""
         held = {id(value) for value in state.values()}

@@ -42,6 +42,10 @@ def parallelize(model: Any, mesh: Any) -> Any:
 
 
 def hsdp(method: Any = EXACT, **options: Any) -> FabricSparseHSDPStrategy:
+def compiled(model: Any, mesh: Any) -> Any:
+    return torch.compile(parallelize(model, mesh), backend="eager")
+
+
     own = {"parallelize_fn": parallelize, "replicas": 2, "process_group_backend": "gloo"}
     return FabricSparseHSDPStrategy(method, **{**own, **options})
 
@@ -377,10 +381,14 @@ def test_weights_are_equal_after_exchange_pending(options):
 # Checkpoints:
 
 
-def resumable(rank: int, path: Any, resumes: bool = False, stops: bool = False, **options: Any) -> dict[str, Any]:
+def resumable(
+    rank: int, path: Any, resumes: bool = False, stops: bool = False, compiles: bool = False, **options: Any
+) -> dict[str, Any]:
     """Train six steps, with a checkpoint after three; or the last three, from a checkpoint."""
     lines: list[str] = []
-    fabric, model, optimizer = set_up(hsdp(**{**SPARSE, **options}))
+    fabric, model, optimizer = set_up(
+        hsdp(**{**SPARSE, "parallelize_fn": compiled if compiles else parallelize, **options})
+    )
     fabric.strategy.inform = lines.append
     (exchange,) = fabric.strategy._exchangers
     state, rest = {"model": model, "optimizer": optimizer, "step": 0}, {}
@@ -408,7 +416,16 @@ def resumable(rank: int, path: Any, resumes: bool = False, stops: bool = False, 
 
 @pytest.mark.parametrize(
     ("options", "replicas"),
-    tiers([({}, ()), ({}, (1, 4)), ({"overlap": "next_step"}, ()), ({"local_steps": 2}, ())], [({}, ())]),
+    tiers(
+        [
+            ({}, ()),
+            ({}, (1, 4)),
+            ({"overlap": "next_step"}, ()),
+            ({"local_steps": 2}, ()),
+            ({"compiles": True}, ()),
+        ],
+        [({}, ())],
+    ),
     ids=str,
 )
 def test_resumes_bit_for_bit_and_goes_on_with_another_number_of_replicas(options, replicas, tmp_path):
