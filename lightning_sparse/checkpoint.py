@@ -23,11 +23,15 @@ ignores the checksums of its zip files, so it would not detect a flipped bit.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import fsspec
@@ -40,12 +44,15 @@ from torch.optim import Optimizer
 from lightning_sparse.options import listed
 from lightning_sparse.state import resized, sources
 
+log = logging.getLogger(__name__)
 KEY = "lightning_sparse"
 """Key of a checkpoint's entry about its sidecar files, such as their tag."""
 VERSION = 1
 MAX_RANKS = 2**20
 NAMED = 8
 """Number of missing files, or of an optimizer's options, that a message names."""
+READABLE = (Tensor, Mapping, list, tuple, Real, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that torch.load reads with weights_only=True."""
 
 
 def absolute(checkpoint: str | os.PathLike[str]) -> str:
@@ -270,6 +277,51 @@ def missing_options_message(optimizer: Optimizer, needed: Sequence[str], loaded:
         f"{type(optimizer).__name__} needs {listed(lacks, NAMED)}, but another kind of optimizer wrote these: their "
         f"parameter groups have {listed(list(has), NAMED)}"
     )
+
+
+_warn_once = functools.cache(log.warning)
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """Return a value as a sidecar file may hold it: tensors on the host, and Python numbers for NumPy numbers.
+
+    Items of dictionaries that are other objects are left out, with a warning that begins with `name`, if it is given.
+    """
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        odd = {key: x for key, x in value.items() if _is_odd(x)}
+        if odd and name:
+            kinds = listed(sorted({f"{key!r} ({type(item).__name__})" for key, item in odd.items()}), NAMED)
+            _warn_once(
+                f"The state of optimizer {name} has {kinds}, which a safe load cannot read. Each rank's own one is not "
+                f"saved: after a resume it is rank 0's, or a new optimizer's."
+            )
+        return {key: plain(item, name) for key, item in value.items() if key not in odd}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item, name) for item in value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _is_odd(value: Any) -> bool:
+    """Return whether a value, or an item of a list, is an object that torch.load does not read safely."""
+    if not isinstance(value, READABLE) or isinstance(value, Enum) or hasattr(value, "_fields"):
+        return True
+    items = [*value] if isinstance(value, list | tuple) else []
+    if isinstance(value, tuple):  # nothing can be put back into it
+        items += [item for each in value if isinstance(each, Mapping) for item in each.values()]
+    return any(map(_is_odd, items))
+
+
+def put_back(into: Any, whole: Any) -> None:
+    """Put the objects that `plain` leaves out of `whole` into the same places of dictionaries and lists."""
+    for key, value in whole.items() if isinstance(whole, Mapping) else enumerate(whole):
+        if _is_odd(value):
+            into[key] = value
+        elif isinstance(value, Mapping | list) and (key in into if isinstance(into, Mapping) else key < len(into)):
+            put_back(into[key], value)
 
 
 def fingerprints(content: Any) -> Any:

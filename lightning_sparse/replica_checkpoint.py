@@ -23,6 +23,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -33,9 +34,10 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import parameters_by_name, shard_offset
+from lightning_sparse.hooks.misuse import tensors_in
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of, unwrapped
 from lightning_sparse.options import listed
-from lightning_sparse.shards import is_sharded, local, parameters_of, reshard, state_like
+from lightning_sparse.shards import is_any_sharded, is_sharded, load_optimizer, local, parameters_of, reshard
 from lightning_sparse.state import resized, sources
 
 log = logging.getLogger(__name__)
@@ -65,14 +67,15 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
 
 
-def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish: Callable[[State], None]) -> None:
+def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, *finish: Callable[[State], None]) -> None:
     """Write this rank's file of a checkpoint, and complete the checkpoint. All ranks call it.
 
     Args:
         path: absolute path of the checkpoint, the same on all ranks.
         model: the model.
         exchange: the exchange of its updates; none is pending.
-        finish: gets the entry of the checkpoint about its files, and completes the checkpoint.
+        *finish: functions that get the entry of the checkpoint about its files, and complete the checkpoint in turn. If
+            one fails on a rank, no rank calls the next one.
 
     Raises:
         ValueError, OSError: as in `save_replica`.
@@ -85,7 +88,8 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, finish
     entry = entry_of(tag, exchange)
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
-        together(lambda: finish(entry), OSError)
+        for step in finish:
+            together(partial(step, entry), OSError)
     except (OSError, CheckpointException):  # on all ranks
         sidecars.remove(path, tag)
         raise
@@ -156,8 +160,8 @@ def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
         "replicas": reducer.comm.size,
         "places": _places(model),
         "shapes": _shapes(model),
-        "weights": _checksum_of_weights(model),
-        "optimizers": {str(i): _own_state(model, each) for i, each in enumerate(exchange.optimizers)},
+        "weights": _checksum_of_weights(model, exchange),
+        "optimizers": {str(i): _own_state(model, each, str(i)) for i, each in enumerate(exchange.optimizers)},
     }
 
 
@@ -195,7 +199,7 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
         own = load(dist.get_rank())
         if own["places"] == places and own["replicas"] == comm.size:
             _check_names(own, exchange, model)
-            if own["weights"] != _checksum_of_weights(model):
+            if own["weights"] != _checksum_of_weights(model, exchange):
                 log.warning(
                     f"Rank {dist.get_rank()} has other weights than at the save of {path!r}. Load the weights of the "
                     f"same save, before load_replica."
@@ -222,21 +226,19 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
     Raises:
         ValueError: it is of another kind of optimizer. The parameter groups may have changed.
     """
-    params = parameters_by_name(model)
     for i, optimizer in enumerate(exchange.optimizers):
-        saved, names = state["optimizers"][str(i)], _names(model, optimizer)
-        whole = {
-            index: {key: state_like(params[name], x) for key, x in saved["state"][name].items()}
-            for index, name in enumerate(names)
-            if name in saved["state"]
+        saved, present = state["optimizers"][str(i)], optimizer.state_dict()
+        names = enumerate(_names(model, optimizer))
+        groups = zip(saved["param_groups"], present["param_groups"], strict=True)
+        loaded = {
+            **{key: x for key, x in saved.items() if key != "names"},
+            "state": {index: saved["state"][name] for index, name in names if name in saved["state"]},
+            "param_groups": [{**group, "params": own["params"]} for group, own in groups],
         }
-        groups = [
-            {**group, "params": own["params"]}
-            for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-        ]
+        sidecars.put_back(loaded, present)
         needed = sidecars.options_of(optimizer)
         try:
-            optimizer.load_state_dict({"state": whole, "param_groups": groups})
+            load_optimizer(optimizer, loaded)
             foreign = sidecars.missing_options_message(optimizer, needed, saved)
         except KeyError as error:  # of torch's optimizers, for the state of another kind
             foreign = f"{type(optimizer).__name__} needs {error}, which the saved state lacks"
@@ -288,12 +290,15 @@ def _shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: [*param.shape] for name, param in parameters_by_name(model).items()}
 
 
-def _checksum_of_weights(model: nn.Module) -> int:
-    return sidecars.checksum({name: local(param) for name, param in parameters_by_name(model).items()})
+def _checksum_of_weights(model: nn.Module, exchange: UpdateExchanger) -> int:
+    """Return a checksum of this rank's shards of the agreed weights, which a checkpoint has."""
+    agreed = exchange.agreed_weights()  # a save within a batch leaves the present ones in the model
+    params = parameters_by_name(model).items()
+    return sidecars.checksum({name: local(agreed.get(id(param), param)) for name, param in params})
 
 
-def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Return an optimizer's state by name of the parameter, with this rank's shards on the host."""
+def _own_state(model: nn.Module, optimizer: Optimizer, number: str) -> State:
+    """Return an optimizer's state by name of the parameter, with this rank's shards on the host; see `plain`."""
     state, names, params = optimizer.state_dict(), _names(model, optimizer), parameters_by_name(model)
     own: State = {}
     if "state" not in state:
@@ -310,7 +315,14 @@ def _own_state(model: nn.Module, optimizer: Optimizer) -> State:
                     f"parameter's shape, such as AdamW."
                 )
         own[name] = {key: local(x).to("cpu", copy=True) if isinstance(x, Tensor) else x for key, x in kept.items()}
-    return {"state": own, "param_groups": state["param_groups"], "names": names}
+    rest = {key: x for key, x in state.items() if key != "state"}
+    for key in rest.keys() - {"param_groups"} if is_any_sharded(model) else ():
+        if any(x.numel() > 1 for x in tensors_in(rest[key])):
+            raise ValueError(
+                f"{type(optimizer).__name__}.state_dict() has tensors in {key!r}, and it is unknown whether they are "
+                f"shards, so they cannot be saved. Use an optimizer that keeps them in 'state', such as AdamW."
+            )
+    return {**sidecars.plain({**rest, "state": own}, number if dist.get_rank() == 0 else ""), "names": names}
 
 
 def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.Module) -> None:

@@ -201,6 +201,23 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [param for each in optimizers for group in each.param_groups for param in group["params"]]
 
 
+def load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load an optimizer's state whose tensors are on the host. Of sharded parameters, it has this rank's part."""
+    params, states = parameters_of([optimizer]), state_dict.get("state", {})
+    of_params = {params[i]: each for i, each in states.items() if isinstance(i, int) and isinstance(each, dict)}
+    wrapped = {
+        i: {key: state_like(params[i], x) for key, x in each.items()} if isinstance(i, int) else each
+        for i, each in states.items()
+    }
+    optimizer.load_state_dict({**state_dict, **({"state": wrapped} if states else {})})
+    for param, each in of_params.items():
+        for key, x in each.items():
+            loaded = optimizer.state[param].get(key)
+            # torch gives all states the dtype of the parameter, which differs for bf16 weights with fp32 moments.
+            if isinstance(loaded, Tensor) and isinstance(x, Tensor) and loaded.dtype != x.dtype:
+                optimizer.state[param][key] = state_like(param, x.to(local(loaded).device))
+
+
 def groups_of(optimizers: Iterable[Optimizer]) -> set[dist.ProcessGroup]:
     """Return the process groups over which parameters of optimizers are sharded.
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import as_bytes
-from lightning_sparse.shards import local, parameters_of, state_like
+from lightning_sparse.shards import load_optimizer, local, parameters_of
 
 KEPT = "lightning_sparse: kept"
 """Stands for an object that ranks do not send, such as a function: each keeps its own."""
@@ -40,7 +40,7 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
             x.copy_(comm.all_reduce(x.float().contiguous()).div_(comm.size))  # NCCL takes no other strides
     own = optimizer.state_dict()
     if not _are_equal(comm, own, params[0].device):
-        _load(optimizer, params, _merged(own, _from_rank_0(comm, _sent(own))))
+        load_optimizer(optimizer, _merged(own, _from_rank_0(comm, _sent(own))))
 
 
 @torch.no_grad()
@@ -63,23 +63,6 @@ def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:
     """Let gradient scalers take the loss scale of rank 0. All ranks call it, with the same scalers."""
     for scaler in scalers:
         scaler.load_state_dict(_from_rank_0(comm, scaler.state_dict()))
-
-
-def _load(optimizer: Optimizer, params: list[Any], state_dict: dict[str, Any]) -> None:
-    """Load a state whose tensors are on the host. Of sharded parameters, it has this rank's part."""
-    states = state_dict.get("state", {})
-    of_params = {params[i]: each for i, each in states.items() if isinstance(i, int) and isinstance(each, dict)}
-    wrapped = {
-        i: {key: state_like(params[i], x) for key, x in each.items()} if isinstance(i, int) else each
-        for i, each in states.items()
-    }
-    optimizer.load_state_dict({**state_dict, **({"state": wrapped} if states else {})})
-    for param, each in of_params.items():
-        for key, x in each.items():
-            loaded = optimizer.state[param].get(key)
-            # torch gives all states the dtype of the parameter, which differs for bf16 weights with fp32 moments.
-            if isinstance(loaded, Tensor) and isinstance(x, Tensor) and loaded.dtype != x.dtype:
-                optimizer.state[param][key] = state_like(param, x.to(local(loaded).device))
 
 
 def _is_averaged(x: Any) -> bool:

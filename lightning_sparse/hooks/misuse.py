@@ -160,7 +160,7 @@ class ExchangeChecks:
         name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
         weights = changed[name]
         others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
-        kept = map(local, _tensors([optimizer.state.get(params[name], {}), others]))
+        kept = map(local, tensors_in([optimizer.state.get(params[name], {}), others]))
         copies = [x for x in kept if _is_copy(x, weights)]
         self._copies[optimizer] += bool(copies)
         if self._copies[optimizer] != 2:
@@ -238,13 +238,13 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
     """Return the tensors in an object made of dictionaries, lists and tuples."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, Mapping | list | tuple):
         for each in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _is_copy(x: Tensor, weights: Tensor) -> bool:
@@ -289,10 +289,12 @@ def explain_failures(model: nn.Module) -> None:
     """Let a sharded model's forward pass raise the error of another rank.
 
     The collectives of a sharded model would wait for a failed rank before this rank's next exchange. If they break off,
-    torch's error does not name the cause.
+    torch's error does not name the cause. The hooks last until `detach`.
     """
-    model.register_forward_pre_hook(_raise_known, prepend=True)  # before FSDP2's collectives
-    model.register_forward_hook(_explain, always_call=True)
+    _explaining[model] = (
+        model.register_forward_pre_hook(_raise_known, prepend=True),  # before FSDP2's collectives
+        model.register_forward_hook(_explain, always_call=True),
+    )
 
 
 def _raise_known(model: nn.Module, *_: Any) -> None:
@@ -312,6 +314,7 @@ def _explain(model: nn.Module, *_: Any) -> None:
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientExchanger]] = weakref.WeakKeyDictionary()
+_explaining: weakref.WeakKeyDictionary[nn.Module, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
@@ -345,6 +348,8 @@ def detach(model: nn.Module) -> None:
 
     Optimizers of an earlier exchange may step only while no updates are exchanged.
     """
+    for hook in _explaining.pop(model, ()):
+        hook.remove()
     if (checked := _checked.pop(model, None)) and (exchanger := checked()):
         exchanger.stop_checks()
     if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):

@@ -156,6 +156,11 @@ class UpdateExchanger(Exchanger):
         timeout: timedelta | None = None,
     ) -> None:
         with report_errors_to_peers():
+            if next(model.parameters(), None) is None:
+                raise ValueError(
+                    f"The {type(model).__name__} has no parameters, so it has no updates to exchange. Give the module "
+                    f"that has the parameters."
+                )
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
         self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [_Steps() for _ in optimizers]

@@ -30,7 +30,7 @@ from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates
 from lightning_sparse.options import Overlap, ReducerOptions, check, listed
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
+from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, keep_gradients, parameters_of, reshard
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ def attach_updates(
         model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper, which the caller may drop
         optimizers = check_optimizers(optimizer)
         reshard(model)
+        keep_gradients(model)  # replicas may have averaged them before
         check_all_stepped(model, optimizers)
         if check("overlap", overlap) == "backward":
             raise ValueError(
@@ -184,9 +185,9 @@ def exchange_updates(
         earlier.end_if_soon()  # before weights are broadcast from rank 0
     exchanger = UpdateExchanger(model, optimizers, method, options, **settings)
     RefuseDDP(model)
+    keep_attached(model, exchanger, optimizers)
     if exchanger.comm.peers.has_parts:
         explain_failures(model)
-    keep_attached(model, exchanger, optimizers)
     return exchanger
 
 

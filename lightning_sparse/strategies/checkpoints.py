@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
@@ -49,12 +44,10 @@ class Part:
         if self.reducer.exchanged == "gradient":
             return {}
         warns = self.reducer.comm.rank == 0
-        states = {name: _plain(each.state_dict(), name if warns else "") for name, each in self.optimizers.items()}
-        return {"optimizers": states}
+        named = self.optimizers.items()
+        return {"optimizers": {name: sidecars.plain(each.state_dict(), name if warns else "") for name, each in named}}
 
 
-READABLE = (Tensor, Mapping, list, tuple, Real, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of values that torch.load reads with weights_only=True."""
 Infos = list[dict[str, Any]]
 """The entry about sidecar files of each part, see `checkpoint.KEY`."""
 
@@ -351,56 +344,11 @@ def _load_own_optimizers(
         changed: gets the names of the changed values.
     """
     if (saved := info.get("optimizers")) is not None:
-        own = sidecars.merge(_plain(present), own, saved, changed)
-        _put_back(own, present)
+        own = sidecars.merge(sidecars.plain(present), own, saved, changed)
+        sidecars.put_back(own, present)
     for name, optimizer in part.optimizers.items():
         if name in own:
             needed = sidecars.options_of(optimizer)
             optimizer.load_state_dict(own[name])
             if foreign := sidecars.missing_options_message(optimizer, needed, own[name]):
                 raise ValueError(foreign)
-
-
-_warn_once = functools.cache(log.warning)
-
-
-def _plain(value: Any, name: str = "") -> Any:
-    """Return a value as a sidecar file may hold it: tensors on the host, and Python numbers for NumPy numbers.
-
-    Items of dictionaries that are other objects are left out, with a warning that begins with `name`, if it is given.
-    """
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        odd = {key: x for key, x in value.items() if _is_odd(x)}
-        if odd and name:
-            kinds = listed(sorted({f"{key!r} ({type(item).__name__})" for key, item in odd.items()}), sidecars.NAMED)
-            _warn_once(
-                f"The state of optimizer {name} has {kinds}, which a safe load cannot read. Each rank's own one is not "
-                f"saved: after a resume all ranks take rank 0's."
-            )
-        return {key: _plain(item, name) for key, item in value.items() if key not in odd}
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(item, name) for item in value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _is_odd(value: Any) -> bool:
-    """Return whether a value, or an item of a list, is an object that torch.load does not read safely."""
-    if not isinstance(value, READABLE) or isinstance(value, Enum) or hasattr(value, "_fields"):
-        return True
-    items = [*value] if isinstance(value, list | tuple) else []
-    if isinstance(value, tuple):  # nothing can be put back into it
-        items += [item for each in value if isinstance(each, Mapping) for item in each.values()]
-    return any(map(_is_odd, items))
-
-
-def _put_back(into: Any, whole: Any) -> None:
-    """Put the objects that `_plain` leaves out of `whole` into the same places of dictionaries and lists."""
-    for key, value in whole.items() if isinstance(whole, Mapping) else enumerate(whole):
-        if _is_odd(value):
-            into[key] = value
-        elif isinstance(value, Mapping | list) and (key in into if isinstance(into, Mapping) else key < len(into)):
-            _put_back(into[key], value)

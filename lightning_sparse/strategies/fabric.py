@@ -125,7 +125,8 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         """
         self._exchange_pending()
         parts = self._parts(state)
-        if not parts and self.is_global_zero and any(self._is_set_up(value) for value in state.values()):
+        models = [value for value in state.values() if any(value is model for model in self._trainings)]
+        if models and not parts and self.is_global_zero:
             self.inform(
                 f"{str(path)!r} gets no residuals, as it has no optimizer. To resume training from it, put the "
                 f"optimizer into the state as well."

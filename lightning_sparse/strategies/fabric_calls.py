@@ -33,7 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class FabricCalls:
-    """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
+    """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints.
+
+    Subclasses have three methods. `_prepare` checks and shards a model that Fabric sets up. `_waits` says whether a
+    model without optimizers waits for them. `_begin_exchange` begins the exchange, and returns the module to train.
+    """
 
     _clipping, _plugin_name = "call fabric.clip_gradients", "precision"
     _make_exchanger = staticmethod(exchange_updates)
@@ -94,18 +98,6 @@ class FabricCalls:
 
     # Models and optimizers:
 
-    def _prepare(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Check a model that Fabric sets up, shard it if the strategy shards models, and return it."""
-        raise NotImplementedError
-
-    def _waits(self, module: torch.nn.Module) -> bool:
-        """Return whether a model that is set up alone waits for its optimizers."""
-        raise NotImplementedError
-
-    def _begin_exchange(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> torch.nn.Module:
-        """Begin the exchange of a model, and return the module to train."""
-        raise NotImplementedError
-
     def _set_up(self, module: torch.nn.Module) -> Any:
         """Wrap or shard a model, as Lightning's strategy does."""
         return super().setup_module(module)
@@ -122,6 +114,7 @@ class FabricCalls:
         with report_errors_to_peers():
             module = self._prepare(module)
             self._check_owned(module, optimizers)
+        self._stop_waiting(module)
         return self._begin_exchange(module, optimizers), optimizers, *scheduler
 
     def setup_module(self, module: torch.nn.Module) -> Any:
@@ -139,10 +132,17 @@ class FabricCalls:
             waits = self._waits(module)
         if not waits:
             return self._begin_exchange(module, [])
+        self._stop_waiting(module)
         check = UnattachedOptimizerCheck((), module)
         weakref.finalize(module, check.close)
         self._waiting[module] = [], check
         return module
+
+    def _stop_waiting(self, module: torch.nn.Module) -> None:
+        """End the check that no optimizer steps a model before its exchange begins, if the model waits."""
+        if module in self._waiting:
+            _, check = self._waiting.pop(module)
+            check.close()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Join an optimizer to its model, which was set up before. The last one begins an exchange of updates."""
@@ -158,11 +158,10 @@ class FabricCalls:
             if isinstance(training, GradientTraining):
                 training.add(optimizer)
         if waiting is not None:
-            optimizers, check = waiting
+            optimizers, _ = waiting
             optimizers.append(optimizer)
             if not unstepped(model, optimizers):
-                del self._waiting[model]
-                check.close()
+                self._stop_waiting(model)
                 self._begin_exchange(model, optimizers)
         return optimizer
 
@@ -227,7 +226,7 @@ class FabricCalls:
             closure()  # the gradients are there; this only looks at them
             return take(**kwargs)
 
-        return training.step(optimizer, given or _nothing, step)
+        return training.step(optimizer, given or (lambda: None), step)
 
     def _exchange_pending(self) -> None:
         for training in self._trainings.values():
@@ -254,10 +253,3 @@ class FabricCalls:
                 f"call fabric.setup, or fabric.setup_optimizers, before fabric.load."
             )
         return True
-
-    def _is_set_up(self, value: Any) -> bool:
-        return isinstance(value, torch.nn.Module) and value in self._trainings
-
-
-def _nothing() -> None:
-    pass

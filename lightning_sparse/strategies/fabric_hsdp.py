@@ -25,7 +25,6 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.methods import Method
-from lightning_sparse.replica_checkpoint import write_replica
 from lightning_sparse.shards import reshard, without_reduction
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.fabric_calls import FabricCalls
@@ -151,21 +150,17 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         """
         self._exchange_pending()
         write = partial(super().save_checkpoint, path, storage_options=storage_options, filter=filter)
-        checkpoint = {**state}
-        if self._is_distributed and self._replica:
-            # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
-            checkpoint = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        checkpoint, found = {**state}, None
+        if self._is_distributed:
             _initialize_states(state)
-        found, place = self._resumed(state) if self._is_distributed else None, self.broadcast(sidecars.absolute(path))
-        if found is not None:
-            write_replica(place, *found, lambda entry: write({**checkpoint, sidecars.KEY: entry}))
-            return
-        if _has_optimizer(state):
+            found = self._resumed(state)
+            if self._replica:
+                # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
+                checkpoint = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
+        if found is None and _has_optimizer(state):
             remedy = "To resume bit for bit, save all optimizers, with save_distributed_checkpoint=True."
             self._inform_of_no_residuals(path, remedy)
-        write(checkpoint)
-        self.barrier()  # rank 0 writes last
-        sidecars.prune(place)  # of a checkpoint that this one replaces
+        self._save(path, found, lambda added: write({**checkpoint, **added}))
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects of `state`, on all ranks. It completes pending exchanges first.
@@ -182,9 +177,10 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         info = rest.pop(sidecars.KEY, None)
         if (found := self._resumed(state)) is not None:
             self._load_replica(path, info, *found)
-        elif info is not None:
-            is_early = self._warn_of_early_load(path, state)
-            if _has_optimizer(state) and not is_early and self.global_rank == 0:
+        elif info is not None and _has_optimizer(state):
+            if self._is_dense:
+                self._warn_of_loss(path)
+            elif not self._warn_of_early_load(path, state) and self.global_rank == 0:
                 self.inform(
                     f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model."
                 )
@@ -196,13 +192,14 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         """Return a model with its exchange if a checkpoint's state has the model and all its optimizers."""
         held = {id(value) for value in state.values()}
         for module, training in self._trainings.items():
+            module = getattr(module, "_orig_mod", module)  # Fabric saves the module within torch.compile's
             if training.exchanger is not None and held.issuperset({id(module), *map(id, training.optimizers)}):
                 return module, training.exchanger
         return None
 
 
 def _initialize_states(state: Mapping[str, Any]) -> None:
-    """Let optimizers that have taken no step make their states, as torch does on the replica that saves them."""
+    """Let optimizers that have taken no step make their states in all replicas. Torch does so only where it saves."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # the import takes time
 
     model = next((value for value in state.values() if isinstance(value, torch.nn.Module)), None)

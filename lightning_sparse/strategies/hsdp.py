@@ -8,14 +8,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.replica_checkpoint import write_replica
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.hsdp_options import HSDPOptions
 from lightning_sparse.strategies.trainer import TrainerCalls
@@ -82,42 +81,32 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.may_be_alone and not self._is_distributed:
+            self._training.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
             raise RuntimeError("The weights are not saved: training failed, and whole weights need all ranks.")
         return self._training.state_dict(super().lightning_module_state_dict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        exchange = self._exchanger
-        if "optimizer_states" not in checkpoint or exchange is None or not self._is_distributed:
-            if "optimizer_states" in checkpoint:
-                remedy = "To resume bit for bit, save within fit, with save_distributed_checkpoint=True."
-                self._inform_of_no_residuals(filepath, remedy)
-            self._keep_first_replicas_optimizers(checkpoint)
-            write()
-            if self._is_distributed and not self.may_be_alone:
-                self.barrier()  # rank 0 writes last
-                sidecars.prune(self.broadcast(sidecars.absolute(filepath)))  # of a checkpoint that this one replaces
-            return
-        if self.may_be_alone or (self.exchanger is not None and not exchange.drain()):
+        save, has_optimizers = super().save_checkpoint, "optimizer_states" in checkpoint
+        exchange = self._exchanger if has_optimizers and self._is_distributed else None
+        fails = exchange is not None and (self.may_be_alone or not (self.exchanger is None or exchange.drain()))
+        if fails or (self._is_distributed and not self.all_ranks_present()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
             return
-        self.pause()
+        if exchange is not None:
+            self.pause()
+        elif has_optimizers:
+            remedy = "To resume bit for bit, save within fit, with save_distributed_checkpoint=True."
+            self._inform_of_no_residuals(filepath, remedy)
 
-        def finish(entry: dict[str, Any]) -> None:
-            checkpoint[sidecars.KEY] = entry
-            self._keep_first_replicas_optimizers(checkpoint)
-            write()
+        def write(added: Mapping[str, Any]) -> None:
+            checkpoint.update(added)
+            if has_optimizers and self._is_distributed and self._replica:
+                # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
+                checkpoint["optimizer_states"] = []
+            save(checkpoint, filepath, storage_options)
 
         assert self.model is not None
-        write_replica(self.broadcast(sidecars.absolute(filepath)), self.model, exchange, finish)
-
-    def _keep_first_replicas_optimizers(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the optimizers' states on other replicas' ranks.
-
-        Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
-        """
-        if "optimizer_states" in checkpoint and self._is_distributed and self._replica:
-            checkpoint["optimizer_states"] = []
+        self._save(filepath, None if exchange is None else (self.model, exchange), write)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -126,8 +115,14 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if self.exchanger is not None:  # otherwise weights for validation, for example
-            self._load_residuals(checkpoint.get(sidecars.KEY), checkpoint, checkpoint_path)
+        module: Any = self.lightning_module
+        info = checkpoint.get(sidecars.KEY)
+        if self.exchanger is not None:
+            self._load_residuals(info, checkpoint, checkpoint_path)
+        elif module.trainer.state.fn != "fit":  # weights for validation, for example
+            self._exchanger = None  # the residuals of the last fit do not belong to them
+        elif info is not None:
+            self._warn_of_loss(checkpoint_path)
         return checkpoint
 
     def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:

@@ -7,9 +7,11 @@ that hold the same shard in different replicas exchange the updates of their opt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -24,10 +26,11 @@ from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks import UpdateExchanger, agree, report_errors_to_peers
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import Granularity, OnNonFinite, Overlap, ReducerOptions, check, check_optional
-from lightning_sparse.replica_checkpoint import load_state, read_replica, together
+from lightning_sparse.replica_checkpoint import load_state, read_replica, together, write_replica
 from lightning_sparse.shards import average_gradients, is_any_sharded, keep_gradients, local, reshard, unsharded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
+log = logging.getLogger(__name__)
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """Supported values of the Trainer's and Fabric's `precision`."""
 
@@ -297,6 +300,41 @@ class HSDPOptions:
                 f"{str(path)!r} holds the weights and the first replica's optimizer, and no residuals. {remedy}"
             )
 
+    def _save(
+        self,
+        path: Any,
+        trained: tuple[torch.nn.Module, UpdateExchanger] | None,
+        write: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Save a checkpoint. All ranks call it.
+
+        Args:
+            path: path of the checkpoint.
+            trained: the model and its exchange, to save the state in which replicas differ; None saves none.
+            write: Lightning's save. It gets the checkpoint's additional entries.
+
+        Raises:
+            OSError: a rank could not write its part.
+        """
+        path = self.broadcast(sidecars.absolute(path))
+        steps: list[Callable[[Mapping[str, Any]], Any]]
+        steps = [lambda entry: write({sidecars.KEY: entry} if entry else {})]
+        if self._is_distributed:
+            # Lightning would do it, but an error of one rank would leave the others in a collective.
+            folder = Path(path)
+
+            def remove(_: Any) -> None:
+                if folder.is_file():
+                    folder.unlink(missing_ok=True)  # another rank may have removed it
+
+            steps = [remove, lambda _: folder.mkdir(parents=True, exist_ok=True), *steps]
+        if trained is not None:
+            write_replica(path, *trained, *steps)
+            return
+        for step in steps:
+            together(partial(step, {}), OSError)
+        sidecars.prune(path)  # of a checkpoint that this one replaces
+
     def _load_replica(
         self, path: Any, info: Mapping[str, Any] | None, model: torch.nn.Module, exchange: UpdateExchanger
     ) -> None:
@@ -318,6 +356,14 @@ class HSDPOptions:
                 self.inform(f"{path!r} holds no residuals of shards: they start at 0.")
             return
         load_state(together(partial(read_replica, path, info, model, exchange), ValueError), model, exchange)
+
+    def _warn_of_loss(self, path: Any) -> None:
+        """Warn on rank 0 that a checkpoint has residuals, but replicas average gradients."""
+        if self.global_rank == 0:
+            log.warning(
+                f"The residuals of {str(path)!r} are lost, because replicas average gradients here: entries that were "
+                f"not sent yet do not reach the weights. Resume with the strategy that wrote them."
+            )
 
     # Names:
 

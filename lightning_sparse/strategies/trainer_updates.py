@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse._compat import plain_name
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchanger
+from lightning_sparse.shards import is_sharded
 from lightning_sparse.strategies.overlap_rules import overlap_blocker
 from lightning_sparse.strategies.saves import writes_at_once
 from lightning_sparse.strategies.update_training import UpdateTraining
@@ -121,10 +122,12 @@ class TrainerUpdates(UpdateTraining):
                     state[key] = x.to("cpu", copy=True)
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
+        is_whole = not any(map(is_sharded, state.values()))  # then other ranks than rank 0 may have an empty one
         for name, param in self._module.named_parameters(remove_duplicate=False):
-            for key in {name, plain_name(name)} if id(param) in before else ():
-                if key in state:
-                    state[key] = before[id(param)].clone()
+            if id(param) in before:
+                agreed: Any = before[id(param)]  # all ranks gather its shards
+                agreed = agreed.full_tensor() if is_whole and is_sharded(agreed) else agreed.clone()
+                state.update(dict.fromkeys({name, plain_name(name)} & state.keys(), agreed))
         return state
 
 

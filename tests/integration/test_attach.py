@@ -548,8 +548,9 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
             raise torch.OutOfMemoryError("tried to allocate a copy")
 
         update_exchange.DeltaExchange = out_of_memory
-    elif rank == odd and how == "without the optimizer's parameter":
-        begin = partial(attach_updates, nn.Linear(50, 50), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    elif rank == odd and how in ("without the optimizer's parameter", "without parameters"):
+        model = nn.Tanh() if how == "without parameters" else nn.Linear(50, 50)
+        begin = partial(attach_updates, model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     elif rank == odd:
         options = {"density": {"density": 2}, "local_steps": {"local_steps": 0}, "timeout": {"timeout": 5}}[how]
     return caught(lambda: (begin(**options), step()))
@@ -564,6 +565,7 @@ def wrong_on_one_rank(rank: int, odd: int, exchange: str, how: str) -> tuple[str
         ("update", "density", "ValueError: TopK(density=2)"),
         ("update", "local_steps", "ValueError: UpdateRule(local_steps=0)"),
         ("update", "without the optimizer's parameter", "ValueError: 'weight', 'bias' require gradients but are in no"),
+        ("update", "without parameters", "ValueError: The Tanh has no parameters, so it has no updates to exchange"),
         ("update", "a copy of the weights", "OutOfMemoryError: tried to allocate a copy"),
     ],
 )

@@ -251,12 +251,13 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 def test_several_optimizers_of_a_model():
     def run(rank: int) -> list[Tensor]:
         weights = []
-        for together in (True, False):
+        for alone, together in ((0, True), (1, False), (2, False), (1, True)):
             fabric, module = launched(sparse(exchange="update")), Two()
+            for _ in range(alone):
+                model = fabric.setup_module(module)
             if together:
                 model, *optimizers = fabric.setup(module, *module.optimizers())
             else:
-                model = fabric.setup_module(module)
                 assert fabric.strategy.reducers == []
                 optimizers = fabric.setup_optimizers(*module.optimizers())
             (reducer,) = fabric.strategy.reducers
@@ -269,8 +270,8 @@ def test_several_optimizers_of_a_model():
             weights.append(module.weights)
         return weights
 
-    (first, apart), (other, _) = lightning_ranks(2, run)
-    assert torch.equal(first, apart)
+    (first, *apart), (other, *_) = lightning_ranks(2, run)
+    assert all(torch.equal(first, weights) for weights in apart)
     assert torch.equal(first, other)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ SPARSE = {"method": "topk", "density": 0.2}
 
 def parallelize(model: Any, mesh: Any) -> Any:
     return shard(model, mesh["data_parallel"])
+
+
+def compiled(model: Any, mesh: Any) -> Any:
+    return torch.compile(parallelize(model, mesh), backend="eager")
 
 
 def hsdp(method: Any = EXACT, **options: Any) -> FabricSparseHSDPStrategy:
@@ -139,19 +144,20 @@ def test_a_save_before_the_first_step_changes_no_replica(method, tmp_path):
 
     def run(rank: int) -> Any:
         found = []
-        for saves in (True, False):
+        for call in ("save", "load", ""):
             fabric, model, optimizer = set_up(hsdp(method, density=1.0 if method == "topk" else None))
-            if saves:
-                fabric.save(tmp_path / method, {"model": model, "optimizer": optimizer})
+            if call:
+                getattr(fabric, call)(tmp_path / method, {"model": model, "optimizer": optimizer})
             train(fabric, model, optimizer, count=2)
             found.append((weights(model), [float(x["step"]) for x in optimizer.state.values()]))
         return found
 
     results = lightning_ranks(4, run)
-    for (saved, steps_of_saved), (plain, steps_of_plain) in results:
-        assert equal(saved, results[0][0][0])
-        assert steps_of_saved == results[0][0][1]
-        assert equal(plain, results[0][1][0])
+    for *found, (plain, steps_of_plain) in results:
+        for (weights_, counts), first in zip(found, results[0], strict=False):
+            assert equal(weights_, first[0])
+            assert counts == first[1]
+        assert equal(plain, results[0][2][0])
         assert steps_of_plain == [2.0] * len(steps_of_plain)
 
 
@@ -377,10 +383,14 @@ def test_weights_are_equal_after_exchange_pending(options):
 # Checkpoints:
 
 
-def resumable(rank: int, path: Any, resumes: bool = False, stops: bool = False, **options: Any) -> dict[str, Any]:
+def resumable(
+    rank: int, path: Any, resumes: bool = False, stops: bool = False, compiles: bool = False, **options: Any
+) -> dict[str, Any]:
     """Train six steps, with a checkpoint after three; or the last three, from a checkpoint."""
     lines: list[str] = []
-    fabric, model, optimizer = set_up(hsdp(**{**SPARSE, **options}))
+    fabric, model, optimizer = set_up(
+        hsdp(**{**SPARSE, "parallelize_fn": compiled if compiles else parallelize, **options})
+    )
     fabric.strategy.inform = lines.append
     (exchange,) = fabric.strategy._exchangers
     state, rest = {"model": model, "optimizer": optimizer, "step": 0}, {}
@@ -408,7 +418,16 @@ def resumable(rank: int, path: Any, resumes: bool = False, stops: bool = False, 
 
 @pytest.mark.parametrize(
     ("options", "replicas"),
-    tiers([({}, ()), ({}, (1, 4)), ({"overlap": "next_step"}, ()), ({"local_steps": 2}, ())], [({}, ())]),
+    tiers(
+        [
+            ({}, ()),
+            ({}, (1, 4)),
+            ({"overlap": "next_step"}, ()),
+            ({"local_steps": 2}, ()),
+            ({"compiles": True}, ()),
+        ],
+        [({}, ())],
+    ),
     ids=str,
 )
 def test_resumes_bit_for_bit_and_goes_on_with_another_number_of_replicas(options, replicas, tmp_path):
@@ -455,6 +474,54 @@ def test_dense_replicas_resume_bit_for_bit(tmp_path):
     for whole_run, resumed in lightning_ranks(4, run):
         assert equal(whole_run, resumed)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@full
+def test_dense_replicas_warn_of_residuals_that_they_do_not_load(tmp_path):
+    def run(rank: int) -> Any:
+        resumable(rank, tmp_path / "a.ckpt")
+        messages, lines = Messages(), []
+        fabric, model, optimizer = set_up(hsdp("dense"))
+        fabric.strategy.inform = lines.append
+        fabric.load(tmp_path / "a.ckpt", {"model": model})
+        weights_alone = [*messages.texts]
+        fabric.load(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        return weights_alone, messages.texts, lines
+
+    for rank, (weights_alone, texts, lines) in enumerate(lightning_ranks(4, run)):
+        assert weights_alone == lines == []
+        assert len(texts) == (rank == 0)
+        assert all("are lost, because replicas average gradients here" in text for text in texts)
+
+
+@full
+@pytest.mark.parametrize("state", [("model",), ("model", "optimizer")])
+def test_a_folder_that_one_rank_cannot_make_is_an_error_on_all(state, tmp_path):
+    """Lightning makes it, too, and other ranks would wait in torch's distributed checkpoint."""
+
+    def run(rank: int) -> Any:
+        def full_disk(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        fabric, model, optimizer = set_up(hsdp(**SPARSE, timeout=timedelta(seconds=20)))
+        train(fabric, model, optimizer, count=1)
+        parts = {name: {"model": model, "optimizer": optimizer}[name] for name in state}
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 3:
+                patch.setattr(Path, "mkdir", full_disk)
+            error = caught(lambda: fabric.save(tmp_path / "a.ckpt", parts))
+        fabric.barrier()
+        if rank == 0:
+            (tmp_path / "a.ckpt").rmdir()
+            (tmp_path / "a.ckpt").write_text("a checkpoint in one file")
+        fabric.barrier()
+        fabric.save(tmp_path / "a.ckpt", parts)
+        fabric.load(tmp_path / "a.ckpt", parts)
+        return error
+
+    for kind, text, seconds in lightning_ranks(4, run):
+        assert (kind, text) == ("OSError", "Rank 3: [Errno 28] No space left on device")
+        assert seconds < SOON
 
 
 @full

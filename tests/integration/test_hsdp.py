@@ -19,7 +19,7 @@ from lightning_sparse import NonFiniteGradient, RankFailure, SparseDDPStrategy, 
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from tests.integration.failing import EVENTS, SOON
 from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
-from tests.integration.trainers import Told, lightning_ranks, trainer
+from tests.integration.trainers import Messages, Told, lightning_ranks, trainer
 from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
 from tests.support.tiers import full, in_full
 
@@ -176,6 +176,134 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works
         assert "Rank 0: [Errno 28] No space left on device" in errors[1]
         assert failed == first, "none of the save that failed"
         assert len(last) == 4, "of the last save only"
+
+
+class SaveOnError(pl.Callback):
+    """Saves a checkpoint when training fails, as ModelCheckpoint does with save_on_exception=True."""
+
+    def __init__(self, path: str, weights_only: bool) -> None:
+        self.path, self.weights_only = path, weights_only
+
+    def on_exception(self, run: pl.Trainer, *_: Any) -> None:
+        run.save_checkpoint(self.path, self.weights_only)
+
+
+def saves_on_an_error(
+    rank: int, folder: str, failing: list[int], weights_only: bool, options: dict[str, Any]
+) -> tuple[str, float, list[str]]:
+    """Save when some ranks fail. If the save raises an error, return the earlier error.
+
+    If rank 1 alone fails, its process stays, so that no connection ends.
+    """
+    module, started, messages = Module(), time.monotonic(), Messages()
+    if rank in failing:
+        module.hooks = {2: EVENTS["fails"]}
+    callbacks, text = [SaveOnError(f"{folder}/a.ckpt", weights_only)], ""
+    try:
+        fitted(hsdp(**options, timeout=timedelta(seconds=9)), module, callbacks=callbacks)
+    except Exception as error:
+        text = str(error.__context__ if "The weights are not saved" in str(error) else error)
+    seconds = time.monotonic() - started
+    if rank == 1 and len(failing) == 1:
+        time.sleep(20)
+    return text, seconds, messages.texts
+
+
+@full
+@pytest.mark.parametrize(
+    ("options", "weights_only"),
+    [
+        ({"method": "dense"}, False),
+        ({"method": "topk"}, True),
+        ({"method": "topk"}, False),
+        ({"method": "topk", "save_distributed_checkpoint": False}, False),
+    ],
+    ids=str,
+)
+def test_a_save_on_an_error_of_one_rank_does_not_wait_for_the_others(options, weights_only, tmp_path):
+    results = lightning_ranks(4, saves_on_an_error, str(tmp_path), [1], weights_only, options)
+    for error, seconds, texts in results:
+        assert "an error of the loop" in error
+        assert seconds < SOON
+        warned = any("a.ckpt' is not saved: training failed, and a save needs all ranks" in text for text in texts)
+        assert warned == ("save_distributed_checkpoint" not in options), texts
+    assert [*tmp_path.iterdir()] == []
+
+
+@full
+@pytest.mark.parametrize("method", ["dense", "topk"])
+def test_weights_are_saved_on_an_error_of_all_ranks(method, tmp_path):
+    ranks = [*range(4)]
+    for error, *_, texts in lightning_ranks(4, saves_on_an_error, str(tmp_path), ranks, True, {"method": method}):
+        assert error == "an error of the loop"
+        assert texts == []
+    assert (tmp_path / "a.ckpt" / "meta.pt").exists()
+
+
+class SaveWithin(pl.Callback):
+    """Saves a checkpoint before a backward pass, and keeps the whole agreed weights."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_before_backward(self, run: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if run.global_step == 2:
+            run.save_checkpoint(self.path)
+            agreed = run.strategy.exchanger.agreed_weights()
+            named = module.named_parameters()
+            self.agreed = {name: agreed[id(param)].full_tensor() for name, param in named if id(param) in agreed}
+
+
+def saved_within_a_batch(rank: int, folder: str, options: dict[str, Any], distributed: bool) -> Any:
+    path, messages = f"{folder}/a.ckpt", Messages()
+    options = {"density": 0.2, "save_distributed_checkpoint": distributed, **options}
+    save = SaveWithin(path)
+    fitted(hsdp("topk", **options), callbacks=[save], max_steps=4)
+    fitted(hsdp("topk", **options), path=path, max_steps=4)
+    return save.agreed, messages.texts
+
+
+@full
+@pytest.mark.parametrize("options", [{"local_steps": 3}, {"overlap": "next_step"}], ids=str)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_save_within_a_batch_has_the_agreed_weights(distributed, options, tmp_path):
+    results = lightning_ranks(4, saved_within_a_batch, str(tmp_path), options, distributed)
+    for agreed, texts in results:
+        assert len(agreed) == 6
+        assert not any("has other weights than at the save" in text for text in texts), texts
+    if distributed:
+        dcp_to_torch_save(tmp_path / "a.ckpt", tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / ("whole.ckpt" if distributed else "a.ckpt"), weights_only=False)["state_dict"]
+    assert all(type(saved[name]) is Tensor and torch.equal(saved[name], x) for name, x in results[0][0].items())
+
+
+def after_a_test_of_earlier_weights(rank: int, folder: str) -> Any:
+    module, run = fitted(hsdp("topk", density=0.2), max_steps=2, limit_test_batches=1)
+    run.save_checkpoint(f"{folder}/best.ckpt")
+    run.test(module, loader(), ckpt_path=f"{folder}/best.ckpt", verbose=False)
+    run.save_checkpoint(f"{folder}/later.ckpt")
+
+
+@full
+def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_fit(tmp_path):
+    lightning_ranks(4, after_a_test_of_earlier_weights, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", "best.ckpt.residuals", "later.ckpt"]
+
+
+def dense_after_sparse(rank: int, folder: str) -> list[str]:
+    _, run = fitted(hsdp("topk", density=0.2), max_steps=2)
+    run.save_checkpoint(f"{folder}/a.ckpt")
+    messages = Messages()
+    module, run = fitted(hsdp("dense"), max_steps=2, path=f"{folder}/a.ckpt")
+    run.validate(module, loader(), ckpt_path=f"{folder}/a.ckpt", verbose=False)
+    return messages.texts
+
+
+@full
+def test_dense_replicas_warn_of_residuals_that_they_do_not_load(tmp_path):
+    for rank, texts in enumerate(lightning_ranks(4, dense_after_sparse, str(tmp_path))):
+        assert len(texts) == (rank == 0), texts
+        assert all("are lost, because replicas average gradients here" in text for text in texts)
 
 
 def to_and_from_stock(rank: int, folder: str) -> Any:

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -213,6 +215,57 @@ def test_replicas_keep_their_own_moments_which_stock_checkpoints_mix(tmp_path):
     assert [ours for _, ours in results] == [0] * 4
     # Stock checkpoints store one copy of each shard. So each is another replica's on some ranks.
     assert sum(stock for stock, _ in results) > 0
+
+
+class Kind(Enum):
+    FAST = 1
+
+
+class Slow(torch.optim.SGD):
+    """Keeps something beside its state, as Lookahead does, and options and a state of unusual types."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, np.float64(0.1), momentum=0.9)
+        self.beside: dict[str, Any] = {}
+        self.param_groups[0]["kind"] = Kind.FAST
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "beside": self.beside}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.beside = state_dict["beside"]
+        super().load_state_dict(state_dict)
+
+
+def unusual(rank: int, path: Path) -> list[Any]:
+    def made() -> tuple[Any, Slow]:
+        mesh = mesh_of()
+        model = shard(net(), mesh["shard"])
+        optimizer = Slow(model.parameters())
+        attach_updates(model, optimizer, "topk", group=mesh["replicate"].get_group(), **OPTIONS)
+        return model, optimizer
+
+    model, optimizer = made()
+    for _ in steps(model, optimizer, rank, 4, count=2):
+        pass
+    optimizer.beside["count"] = rank
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].double() / 3
+    momentum = own(state["momentum_buffer"] for state in optimizer.state.values())
+    save_replica(str(path), model, optimizer)
+    model, optimizer = made()
+    load_replica(str(path), model, optimizer)
+    group = optimizer.param_groups[0]
+    found = [type(group["lr"]), group["lr"], group["kind"], optimizer.beside]
+    found.append(torch.equal(own(state["momentum_buffer"] for state in optimizer.state.values()), momentum))
+    optimizer.beside = {"weights": [torch.ones(2)]}
+    return [*found, attempt(lambda: save_replica(str(path), model, optimizer))]
+
+
+def test_options_and_states_of_unusual_types_and_what_an_optimizer_keeps_beside_them(tmp_path):
+    for rank, (*found, error) in enumerate(run_ranks(4, unusual, tmp_path / "last.ckpt")):
+        assert found == [float, 0.1, Kind.FAST, {"count": rank}, True]
+        assert error.startswith("ValueError: Rank 0: Slow.state_dict() has tensors in 'beside'"), error
 
 
 def damage(path: Path, kind: str) -> None:

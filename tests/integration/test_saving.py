@@ -18,7 +18,6 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.strategies import checkpoints
 from tests.integration.checkpoints import (
     MOMENTUM,
     STEP_4,
@@ -230,7 +229,7 @@ class Projecting(torch.optim.AdamW):
 
 
 def test_a_state_that_cannot_be_copied_or_read(tmp_path):
-    plain = checkpoints._plain
+    plain = sidecars.plain
 
     def full_memory(*_):
         raise MemoryError("no room for a copy")
@@ -238,12 +237,12 @@ def test_a_state_that_cannot_be_copied_or_read(tmp_path):
     def run(rank):
         saves = [saving(tmp_path)]
         if rank == 1:
-            saves.insert(0, At(6, lambda _: setattr(checkpoints, "_plain", full_memory)))
+            saves.insert(0, At(6, lambda _: setattr(sidecars, "plain", full_memory)))
         net = Net(Projecting, lr=0.01)
         options = {"net": net, "ours": {"exchange": "update"}}
         fails, records = with_warnings(error_of, fit, "topk", rank, callbacks=saves, **options)
         entry = torch.load(tmp_path / STEP_4, weights_only=False)[sidecars.KEY]
-        checkpoints._plain = plain
+        sidecars.plain = plain
         torch.serialization.add_safe_globals([slice])  # for Lightning's file
         looks = pl.callbacks.LambdaCallback(on_train_start=lambda run, _: found.append(run.optimizers[0]))
         found, options["net"] = [], Net(Projecting, lr=0.01)
