@@ -72,10 +72,6 @@ class Wrapped:
         nbytes = self.all_reduced(sum(param.numel() for param in self.module.parameters()), steps)
         return 2 * (dist.get_world_size() - 1) * nbytes // dist.get_world_size()
 
-    def seconds(self) -> dict[str, float]:
-        """Return the reducer's seconds in each phase; "aggregate" includes "wire"."""
-        return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
-
 
 Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
