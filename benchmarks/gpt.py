@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import results
-from benchmarks.harness.baselines import CONTESTANTS, DDP_OPTIONS, Options, Wrapped, data_parallel
+from benchmarks.harness.baselines import CONTESTANTS, Options, Wrapped, data_parallel
 from benchmarks.harness.rehearsal import device_of_run
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import in_turns, spread
@@ -55,7 +55,7 @@ class Contestant:
         self.numel = sum(param.numel() for param in self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         if method == "ddp":
-            self.wrapped = Wrapped(data_parallel(self.model, **DDP_OPTIONS))
+            self.wrapped = Wrapped(data_parallel(self.model))
         else:
             self.wrapped = CONTESTANTS[method].wrap(self.model, Options(density=0.001), self.optimizer)
         tokens = torch.randint(shape["vocabulary"], (batch, shape["context"] + 1), device=device)

@@ -165,7 +165,6 @@ RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}  # rates of the links for
 FAR = "100mbit 50ms"  # links between distant sites, for the methods in `AT_SITES`
 AT_SITES = ["ddp", "bf16", "powersgd", "int4", DEFAULT, "topk updates", DELAYED, "gaussiank updates", *LOCAL]
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": functools.partial(torch.optim.SGD, momentum=0.9)}
-FIXED = {"beta2": 0.999, "momentum": 0.9, "clip_norm": 0.0, "warmup_steps": 0}  # columns of all runs
 
 
 class Run(NamedTuple):
@@ -222,7 +221,7 @@ def train(run: Run, path: Path) -> list[Row]:
         raise SystemExit(f"{run} starts at a loss of {first}, but other trainings with its seed start at {started}.")
     table = pd.DataFrame(points).rename(columns={"sent_bytes": "sent_bytes_per_worker"}).drop(columns="accuracy")
     table["val_bits_per_byte"] = table["val_loss"] / math.log(2)
-    common = {**FIXED, "workers": part.workers, "batch_size_per_worker": BATCH_SIZE, "steps": part.steps}
+    common = {"workers": part.workers, "batch_size_per_worker": BATCH_SIZE, "steps": part.steps}
     return list(table.assign(**common, threads_per_rank=1).to_dict("records"))
 
 
@@ -249,6 +248,17 @@ def missing_runs(path: Path) -> list[Run]:
     return results.missing(results.load(path), runs)
 
 
+def best_rates(ends: pd.DataFrame) -> pd.Series:
+    """Return each method's rate with the lowest mean of the final losses; the default has the rate of `ddp`.
+
+    If a method's rates differ in their number of seeds, only rates with the most seeds count.
+    """
+    found = ends.groupby(["method", "lr"])["val_loss"].agg(["size", "mean"]).reset_index()
+    found = found[found["size"] == found.groupby("method")["size"].transform("max")]
+    best = found.sort_values("mean").drop_duplicates("method").set_index("method")["lr"]
+    return best.where(best.index != DEFAULT, best["ddp"])
+
+
 def draw(folder: Path) -> Any:
     """Draw the losses of some methods, each at its best rate, against steps and against seconds over a slow link."""
     table = results.load(folder / "language.csv").query("part == 'final' and step > 0")
@@ -258,10 +268,10 @@ def draw(folder: Path) -> Any:
     last: dict[tuple[str, str], float] = {}
     for row, (optimizer, names) in zip(panels, DRAWN.items(), strict=True):
         labels: list[list[Any]] = [[], []]
+        best = best_rates(table[(table["optimizer"] == optimizer) & (table["step"] == PARTS["final"].steps)])
         for name in names:
             mine = table.query("optimizer == @optimizer and method == @name")
-            lr = mine[mine["step"] == PARTS["final"].steps].groupby("lr")["val_loss"].mean().idxmin()
-            curve = mine[mine["lr"] == lr].groupby("step", as_index=False)["val_loss"].mean()
+            curve = mine[mine["lr"] == best[name]].groupby("step", as_index=False)["val_loss"].mean()
             last[optimizer, name] = curve["val_loss"].iloc[-1]
             spent = timed[optimizer, name] / 1e3 * curve["step"]
             label = "topk, gradients" if name == "topk" and optimizer == "adamw" else plots.shown(name)

@@ -85,7 +85,7 @@ def fields(panel: str) -> Iterator[Row]:
 def circles(panel: str) -> Iterator[Row]:
     """Yield the measured steps that belong to a map."""
     runs = pd.concat(results.load(RESULTS / name) for name in ("network.csv", "network_paced.csv"))
-    runs = runs.query("kind == 'step' and workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
+    runs = runs.query("workers == @WORKERS and ranks_per_host == 1 and rate != 'loopback'")
     # Dilated measurements reduce the share of processor time, as an accelerator would.
     runs = runs[runs.workload.isin(MODELS) & ((runs.dilate > 1) == (panel == "accelerator"))]
     for (workload, rate), found in runs.groupby(["workload", "rate"]):

@@ -9,9 +9,9 @@ r"""Measures step times of ways to average gradients, over links of a given rate
     python -m benchmarks.network --figure
 
 Each worker is a process on a separate host (see `benchmarks.harness.shaped_links`). Nothing is reported if a link
-deviates from its rate by more than 10 %. Without root, the workers share the loopback interface, which is not shaped.
-The methods run one after the other in the same processes. Each is checked before it is timed (see
-`benchmarks.network_rank`).
+deviates from its rate by more than 10 %. Without root, the workers share the loopback interface, which is not shaped,
+and `--out` must be another folder. The methods run one after the other in the same processes. Each is checked before it
+is timed (see `benchmarks.network_rank`).
 
 Workloads: "mlp" runs steps of a model of 25.6 million parameters on random data with SGD, and "mlp_adamw" with AdamW.
 The workloads "real" and "real_resnet20" train a small convolutional network, or ResNet-20, on scikit-learn's
@@ -78,6 +78,11 @@ network_tuning.csv; other trainings use the rate in that file, or 0.05"
         parser.error(f"--workers {args.workers}: at least two, and a multiple of --ranks-per-host.")
     if args.dilate != 1 and args.workload not in COMPUTE_SECONDS:
         parser.error(f"--dilate {args.dilate:g}: only paced models can be slowed down, not {args.workload}.")
+    if not args.figure and args.rates != ["loopback"] and (reason := missing()):
+        if args.out == results.RESULTS:
+            parser.error(f"links cannot be created here: {reason}. To measure over loopback, give --out.")
+        print(f"Links cannot be created here: {reason}. Using loopback without shaping instead.")
+        args.rates = ["loopback"]
     return args
 
 
@@ -120,7 +125,7 @@ def measure(args: argparse.Namespace, rate: str) -> None:
         results.save(args.out / name, rows, [*key, "dilate", "contestant"] if args.file else list(key))
         table = pd.DataFrame(rows)
         print(table.loc[:, :"foreign_load"].to_string(index=False, na_rep=""))
-        for row in table.query("kind == 'step'").itertuples():
+        for row in table.itertuples():
             if compute and row.contestant != "none" and row.busy > BUSY:
                 print(f"  {row.contestant}: invalid, because the processors were {row.busy:.0%} busy. Use --dilate.")
             if row.foreign_load > FOREIGN_LOAD:
@@ -143,9 +148,8 @@ def save_curves(args: argparse.Namespace, records: list[Record], common: Row, ke
 
 
 def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
-    """Return one row per method, and one per phase of the reducer."""
-    steps: list[Row] = []
-    phases: list[Row] = []
+    """Return one row per method."""
+    rows: list[Row] = []
     ddp = None
     for name, rounds in pd.DataFrame(records).groupby("contestant", sort=False):
         quiet = rounds[rounds["foreign_load"] <= FOREIGN_LOAD]
@@ -153,9 +157,8 @@ def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
         ms, cpu_ms, first = quiet["ms"].sum(), quiet["cpu_ms"].mean(), quiet.iloc[0]
         median = statistics.median(ms)
         ddp = median if name == "ddp" else ddp
-        steps.append(
+        rows.append(
             {
-                "kind": "step",
                 "contestant": name,
                 "params": first["params"],
                 **step_columns(ms, dilate),
@@ -168,9 +171,7 @@ def summarise(records: list[Record], workers: int, dilate: float) -> list[Row]:
                 "foreign_load": round(quiet["foreign_load"].max(), 3),
             }
         )
-        for phase, each in pd.DataFrame(list(rounds["phases_ms"])).items():
-            phases.append({"kind": "phase", "contestant": f"{name} {phase}", **step_columns(each, dilate)})
-    return steps + phases
+    return rows
 
 
 def ordered(rates: Iterable[str]) -> list[str]:
@@ -178,11 +179,23 @@ def ordered(rates: Iterable[str]) -> list[str]:
     return sorted(set(rates), key=lambda rate: math.inf if rate == "loopback" else bits_per_second(rate))
 
 
+def density_of(rows: pd.DataFrame) -> str:
+    """Return the density of all rows as text.
+
+    Raises:
+        ValueError: the rows have several densities.
+    """
+    found = [f"{density:g}" for density in rows["density"].unique()]
+    if len(found) > 1:
+        raise ValueError(f"One figure cannot show runs with densities {' and '.join(found)}.")
+    return "".join(found)
+
+
 def draw_steps(folder: Path) -> Any:
     """Draw the step times of some methods, with one panel per rate."""
     rows = pd.concat(results.load(folder / f"{name}.csv") for name in ("network", "network_paced"))
-    rows = rows.query("kind == 'step' and workload in ['mlp', 'mlp_paced'] and workers == 4 and ranks_per_host == 1")
-    rates = ordered(rows["rate"])
+    rows = rows.query("workload in ['mlp', 'mlp_paced'] and workers == 4 and ranks_per_host == 1")
+    density, rates = density_of(rows), ordered(rows["rate"])
     lines = max(1, math.ceil(len(rates) / 2))
     figure, panels = plots.panels(lines, 2, 0.6 + 2.2 * lines)
     for panel in panels.flat[len(rates) :]:
@@ -206,8 +219,8 @@ def draw_steps(folder: Path) -> Any:
             gains.append(f"{times['topk']:.1f}× {AT.get(rate, rate)}")
     finding = f"Speed-up of a step with topk over stock ddp: {', '.join(gains)}"
     task = (
-        "Median step of an MLP of 25.6 M parameters with SGD, density 0.001, four workers on two cores; whiskers: the "
-        "middle three fifths of the steps. Other methods: see the table."
+        f"Median step of an MLP of 25.6 M parameters with SGD, density {density}, four workers on two cores; "
+        "whiskers: the middle three fifths of the steps. Other methods: see the table."
     )
     plots.headline(figure, finding, task)
     return figure
@@ -216,7 +229,7 @@ def draw_steps(folder: Path) -> Any:
 def draw_trainings(folder: Path) -> Any:
     """Draw the seconds to the target loss: a row for each workload, a column for each rate."""
     rows = results.load(folder / "network_real.csv")
-    workloads, rates = list(dict.fromkeys(rows["workload"])), ordered(rows["rate"])
+    density, workloads, rates = density_of(rows), list(dict.fromkeys(rows["workload"])), ordered(rows["rate"])
     figure, panels = plots.panels(len(workloads), len(rates), 0.9 + 1.8 * len(workloads), sharey="row")
     reached = rows[rows["test_loss"] < TARGET_LOSS].groupby(["workload", "rate", "contestant"])["seconds"].first()
     for line, workload in zip(panels, workloads, strict=True):
@@ -243,8 +256,8 @@ def draw_trainings(folder: Path) -> Any:
                 gains.append(f"{gain:.1f}× {AT.get(rate, rate)}")
         said.append(f"{SHORT[workload]}: {', '.join(gains)}")
     task = (
-        f"Seconds of training until the test loss is below {TARGET_LOSS:g}: handwritten digits, SGD, four workers "
-        "on two cores, density 0.001, each at its best learning rate. CNN: convolutional network of 2.1 M parameters."
+        f"Seconds of training until the test loss is below {TARGET_LOSS:g}: handwritten digits, SGD, four workers on "
+        f"two cores, density {density}, each at its best learning rate. CNN: convolutional network of 2.1 M parameters."
     )
     plots.headline(figure, f"Speed-up of topk over stock ddp to the same loss: {'; '.join(said)}", task)
     return figure
@@ -257,11 +270,7 @@ FIGURES = [
 
 if __name__ == "__main__":
     args = parse()
-    if not args.figure:
-        if args.rates != ["loopback"] and (reason := missing()):
-            print(f"Links cannot be created here: {reason}. Using loopback without shaping instead.")
-            args.rates = ["loopback"]
-        for rate in args.rates:
-            measure(args, rate)
+    for rate in [] if args.figure else args.rates:
+        measure(args, rate)
     for figure in FIGURES:
         figure.write(args.out)

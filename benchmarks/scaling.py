@@ -84,7 +84,7 @@ def modelled(runs: pd.DataFrame, values: Any) -> list[float]:
 
 def read(path: Path) -> pd.DataFrame:
     """Return the valid measured runs of `METHODS`, with their time and the time without communication."""
-    table = results.load(path).query("kind == 'step'")
+    table = results.load(path)
     table = table[(table["contestant"] == "none") | (table["busy"] <= BUSY)].assign(seconds=table["median_ms"] / 1e3)
     place = ["workload", "workers", "rate"]
     alone = table[table["contestant"] == "none"].set_index(place)["seconds"].rename("none")

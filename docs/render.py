@@ -235,7 +235,7 @@ def digits(value: float, significant: int = 3) -> str:
 
 def network() -> str:
     """Median step of every contestant on every link, four workers."""
-    runs = read("network").query("kind == 'step' and workload == 'mlp' and workers == 4 and ranks_per_host == 1")
+    runs = read("network").query("workload == 'mlp' and workers == 4 and ranks_per_host == 1")
     steps = runs.set_index(["contestant", "rate"])
     rows = []
     for name in [name for name in NAMES if name in set(runs.contestant)]:
@@ -250,7 +250,7 @@ def network() -> str:
 
 def network_adamw() -> str:
     """Median step with AdamW, four workers, and the most memory that a worker had."""
-    steps = read("network").query("kind == 'step' and workload == 'mlp_adamw'").set_index(["contestant", "rate"])
+    steps = read("network").query("workload == 'mlp_adamw'").set_index(["contestant", "rate"])
     rates = {rate: label for rate, label in RATES.items() if rate in steps.index.get_level_values("rate")}
     rows = []
     for name in [name for name in NAMES if name in steps.index]:
@@ -261,7 +261,7 @@ def network_adamw() -> str:
 
 def within_backward() -> str:
     """Median step and its range of exchanged updates, after backward and within it, and of gradients; four workers."""
-    runs = read("within_backward").query("kind == 'step'")
+    runs = read("within_backward")
     names = {"topk updates": "after the step", "topk updates within backward": "within backward", "topk": "gradients"}
     kinds = {"mlp_adamw": "compute the model", "mlp_paced": "wait, as for an accelerator"}
     rows = []
@@ -280,7 +280,7 @@ def within_backward() -> str:
 
 def network_workers() -> str:
     """Median step at 1 Gbit/s for other numbers of workers."""
-    runs = read("network").query("kind == 'step' and workload == 'mlp' and rate == '1gbit'")
+    runs = read("network").query("workload == 'mlp' and rate == '1gbit'")
     steps = runs.set_index(["contestant", "workers", "ranks_per_host"]).median_ms
     places = {"2 workers": (2, 1), "4 workers": (4, 1), "8 workers": (8, 1), "4 workers, 2 a node": (4, 2)}
     names = ["none", "ddp", "topk", "topk_two_level", "gtopk", "oktopk", "scalecom"]
@@ -295,7 +295,7 @@ def network_workers() -> str:
 
 def network_10gbit() -> str:
     """Median step at 10 Gbit/s, in slow motion."""
-    runs = read("network_paced").query("kind == 'step' and workload == 'mlp_paced'").set_index("contestant")
+    runs = read("network_paced").query("workload == 'mlp_paced'").set_index("contestant")
     rows = []
     for name in [name for name in NAMES if name in runs.index]:
         times = runs.times_faster_than_ddp[name]
@@ -854,7 +854,7 @@ def paced() -> dict[str, Paced]:
         ("topk by default", "topk updates, int2", 1),
         ("topk by default", "topk updates, int2, within backward", 1),
     ]
-    runs = read("network_gpt2").query("kind == 'step'").sort_values("dilate", ascending=False)
+    runs = read("network_gpt2").sort_values("dilate", ascending=False)
     runs = runs.drop_duplicates(["rate", "contestant"]).set_index(["rate", "contestant"])
     medians, found = runs.median_ms / 1e3, {}
     # Over 100 Mbit/s its first two steps, which are dense, would take half an hour: its bytes take longer there.

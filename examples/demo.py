@@ -2,7 +2,7 @@
 
     python examples/demo.py
 
-Two workers train a byte-level GPT of 1.9 million parameters on Python's standard library, with AdamW. They train first
+Two workers train a byte-level GPT of 1.8 million parameters on Python's standard library, with AdamW. They train first
 with strategy="topk_ddp" and then with strategy="ddp". Each training ends when the test loss is below 2.8 nats per byte,
 or after one minute. The link between the workers has 100 Mbit/s. With root on Linux, each worker runs in a separate
 network namespace, and `tc` shapes the link. Otherwise the link is emulated: after each step, a worker waits for the
@@ -222,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
     reason = "requested by --emulate" if args.emulate else missing()
-    show(f"1.9 million parameters, AdamW, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
+    show(f"1.8 million parameters, AdamW, {WORKERS} workers, {bits_per_second(RATE) / 1e6:.0f} Mbit/s between them.")
     if reason:
         show(
             f"The link is EMULATED ({reason}): with both strategies, a worker waits after each step for the\n"

@@ -5,8 +5,9 @@
 
 If a worker is killed, the others end within seconds, and torchrun restarts all of them. They continue from `last.ckpt`
 in `--folder` with the same step, data and residuals. You can also run the command again after a Ctrl-C, or with another
-number of workers. (The variable gives each attempt a separate store. Without it, new workers may read the addresses of
-dead workers from the store and fail again, which costs a restart: pytorch issue 135712.)
+number of workers. A complete run is not repeated: choose another folder for a new run. (The variable gives each attempt
+a separate store. Without it, new workers may read the addresses of dead workers from the store and fail again, which
+costs a restart: pytorch issue 135712.)
 
 With one or two nodes, run on each of them:
 
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.data import Digits
 from examples.models import OneCycleClassifier, ResNet20
 from examples.train import make_strategy, quiet, say
+from lightning_sparse import METHODS
 
 
 class Shares:
@@ -108,6 +110,9 @@ def train(
         batch_size: total number of images per step.
         seed: seed of the initial weights.
         callbacks: further callbacks.
+
+    Raises:
+        SystemExit: the run in the folder is complete; torchrun counts this as a success.
     """
     pl.seed_everything(seed, verbose=False)
     trainer = pl.Trainer(
@@ -131,6 +136,9 @@ def train(
         limit_val_batches=0,
     )
     checkpoint = newest(folder)
+    if checkpoint and (done := torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]) >= steps:
+        say(f"The run in {folder} has taken {done} of {steps} steps: for a new run, choose another folder.")
+        raise SystemExit
     say(
         f"Attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, {trainer.world_size} workers: "
         + (f"resuming from {checkpoint.name}" if checkpoint else "starting from scratch")
@@ -147,17 +155,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--strategy", default="topk_ddp", help="name of a strategy. Default: topk_ddp")
-    parser.add_argument("--density", type=float, default=0.01, help="fraction of gradient entries to send")
+    parser.add_argument("--density", type=float, help="fraction of entries to send. Default: 0.01, if possible")
     parser.add_argument("--steps", type=int, default=400, help="number of steps of the whole run. Default: 400")
     parser.add_argument("--every", type=int, default=20, help="number of steps between checkpoints. Default: 20")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/elastic"), help="folder of the checkpoints. Default: runs/elastic"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoints. Default: runs/elastic/STRATEGY")
     args = parser.parse_args()
+    if min(args.steps, args.every) < 1:
+        parser.error(f"--steps {args.steps} --every {args.every}: at least one.")
+    method = METHODS.get(args.strategy.partition("_ddp")[0])
+    has_density = method is not None and "density" in method.options
+    folder = args.folder or Path("runs/elastic") / args.strategy
+    try:
+        strategy = make_strategy(args.strategy, 0.01 if args.density is None and has_density else args.density)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     quiet()
-    density = None if args.strategy == "ddp" else args.density
-    accuracy = train(args.folder, args.strategy, density=density, steps=args.steps, every=args.every)
-    say(f"{args.strategy}: accuracy {accuracy:.2%} after {args.steps} steps; checkpoints in {args.folder}")
+    accuracy = train(folder, strategy, steps=args.steps, every=args.every)
+    say(f"{args.strategy}: accuracy {accuracy:.2%} after {args.steps} steps; checkpoints in {folder}")
 
 
 if __name__ == "__main__":

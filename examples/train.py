@@ -53,7 +53,7 @@ class StepCost(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the epoch's median time and mean volume."""
         sent = (sent_bytes(trainer) - self.sent_before) / len(self.seconds)
-        if not isinstance(trainer.strategy, lightning_sparse.SparseDDPStrategy):
+        if not hasattr(trainer.strategy, "reducer"):
             gradient = sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
             sent = 2 * (trainer.world_size - 1) / trainer.world_size * gradient
         pl_module.log("step/seconds", statistics.median(self.seconds), sync_dist=True)
@@ -62,21 +62,25 @@ class StepCost(pl.Callback):
 
 def sent_bytes(trainer: pl.Trainer) -> int:
     """Return the bytes that this worker has sent so far; 0 with a strategy that does not count them."""
-    strategy = trainer.strategy
-    return strategy.reducer.comm.sent_bytes if isinstance(strategy, lightning_sparse.SparseDDPStrategy) else 0
+    reducer = getattr(trainer.strategy, "reducer", None)
+    return 0 if reducer is None else int(reducer.comm.sent_bytes)
 
 
 def make_strategy(name: str, density: float | None = None) -> str | DDPStrategy:
     """Return an argument for `Trainer(strategy=...)`.
 
     Without a density, the name is enough. With a density, the result is a strategy object for the name.
+
+    Raises:
+        ValueError: the name is not known, or its strategy takes no density.
+        TypeError: the method has no density.
     """
-    if density is None:
-        return name
     if name not in StrategyRegistry:
         raise ValueError(f"strategy={name!r} is not known; choose from {', '.join(sorted(StrategyRegistry))}.")
+    if density is None:
+        return name
     entry = StrategyRegistry[name]
-    if not issubclass(entry["strategy"], lightning_sparse.SparseDDPStrategy):
+    if not hasattr(entry["strategy"], "reducer"):
         raise ValueError(f"strategy={name!r} is dense; only strategies of lightning_sparse have a density.")
     strategy: DDPStrategy = entry["strategy"](**entry["init_params"], density=density)
     return strategy
@@ -156,7 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--strategy",
         default="gaussiank_ddp",
-        help="name of a strategy: ddp, or <method>_ddp with one of " + ", ".join(lightning_sparse.METHODS),
+        help="name of a strategy: ddp, auto_ddp, or <method>_ddp with one of " + ", ".join(lightning_sparse.METHODS),
     )
     parser.add_argument("--density", type=float, help="fraction of gradient entries to send. Default: 0.001")
     parser.add_argument("--devices", type=int, default=2, help="number of worker processes. Default: 2")
@@ -167,9 +171,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order. Default: 0")
     parser.add_argument("--log-dir", default="runs/train", help="folder for the metrics. Default: runs/train")
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error(f"--epochs {args.epochs}: at least one.")
     try:
         strategy = make_strategy(args.strategy, args.density)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         parser.error(str(error))
     quiet()
     result = train(

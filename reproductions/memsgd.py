@@ -149,7 +149,8 @@ def sequential(case: Row, config: Config, data: Logistic, shift: float) -> list[
     generator = torch.Generator().manual_seed(config["seed"])
     method, k = case["method"], case["k"]
     memory = case["memory"] == "yes"
-    worker = MemSGD(x, k, method, l2=data.l2, error_feedback=memory) if method in ("top", "random") else None
+    options = {"l2": data.l2, "error_feedback": memory, "seed": config["seed"]}
+    worker = MemSGD(x, k, method, **options) if method in ("top", "random") else None
     code = QSGD(min(k, 127), bucket=data.numel)
     bits, lengths, rows = 0.0, [], []
     place = math.ceil(math.log2(data.numel))

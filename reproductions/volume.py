@@ -109,11 +109,19 @@ def measure(name: str, ranks: int, numel: int, density: float, index_format: str
 
 
 def cases(config: Config) -> list[Row]:
-    """Return a run for each number of ranks, method and encoding."""
+    """Return a run for each number of ranks, method and encoding.
+
+    Raises:
+        ValueError: there are too few ranks, or the density leaves no element.
+    """
+    most, elements, density = config["most"], config["elements"], config["density"]
+    if most < min(RANKS) or round(density * elements) < 1:
+        given = f"--most {most} --elements {elements} --density {density}"
+        raise ValueError(f"{given}: at least two ranks must send at least one entry.")
     return [
         {"method": name, "index_format": form if has_indices(name) else "", "ranks": ranks}
         for ranks in RANKS
-        if ranks <= config["most"]
+        if ranks <= most
         for name in PUBLISHED
         for form in (FORMATS if has_indices(name) else FORMATS[:1])
         if name in METHODS or ranks % PER_NODE == 0
@@ -132,14 +140,14 @@ def verdict(table: pd.DataFrame) -> str:
     top, tree, dense = int32["topk"], int32["gtopk"], int32["dense"]
     ranks = table["ranks"].unique()
     first, last = ranks.min(), ranks.max()
-    cheaper = [count for count in ranks if tree[count] < top[count]]
+    cheaper = [str(count) for count in ranks if tree[count] < top[count]]
     # Compare powers of two, for which the swaps need no additional rounds.
     yes = bool(cheaper) and tree[last] / tree[first] < 2 * math.log2(last) < top[last] / top[first]
     return (
         f"{held(yes)}from {first} to {last} ranks, the bytes of TopK grow {top[last] / top[first]:.0f}×, and those of "
-        f"gTopK {tree[last] / tree[first]:.1f}×. With {', '.join(map(str, cheaper))} ranks, gTopK sends less than "
-        f"TopK. With {last} ranks, TopK sends {top[last] / tree[last]:.1f}× the bytes of gTopK, and dense training "
-        f"{dense[last] / tree[last]:,.0f}×."
+        f"gTopK {tree[last] / tree[first]:.1f}×. With {', '.join(cheaper) or 'none of these numbers of'} ranks, gTopK "
+        f"sends less than TopK. With {last} ranks, TopK sends {top[last] / tree[last]:.1f}× the bytes of gTopK, and "
+        f"dense training {dense[last] / tree[last]:,.0f}×."
     )
 
 

@@ -1,8 +1,10 @@
 """The examples: models, data, and a short training in one process."""
 
 import pickle
+import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,11 +13,13 @@ import pytorch_lightning as pl
 import torch
 
 from benchmarks.convergence import COMPARED, DENSE, STEPS_PER_EPOCH, summarize
+from examples import demo, elastic
 from examples.data import CIFAR10, Digits, StandardLibrary, TextFolder
 from examples.data.cifar10 import crop_and_flip
 from examples.elastic import newest
 from examples.models import GPT, LSTM, VGG16, OneCycleClassifier, ResNet20
-from examples.train import make_strategy, train
+from examples.train import StepCost, main, make_strategy, sent_bytes, train
+from lightning_sparse import AutoDDPStrategy
 from tests.support.cifar10 import write_cifar10
 
 
@@ -128,8 +132,84 @@ def test_density_goes_with_sparse_strategies_only():
     assert make_strategy("topk_ddp", 0.25)._options.method.density == 0.25
     with pytest.raises(ValueError, match="is dense"):
         make_strategy("ddp", 0.25)
-    with pytest.raises(ValueError, match="gaussiank_ddp"):
-        make_strategy("no_such_ddp", 0.25)
+    with pytest.raises(ValueError, match=r"AutoDDPStrategy\(density=0.25\)"):
+        make_strategy("auto_ddp", 0.25)
+    with pytest.raises(TypeError, match="'density'"):
+        make_strategy("qsgd_ddp", 0.25)
+    for density in (None, 0.25):
+        with pytest.raises(ValueError, match="gaussiank_ddp"):
+            make_strategy("no_such_ddp", density)
+
+
+@pytest.mark.parametrize("start", [main, elastic.main])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--strategy no_such_ddp", "'no_such_ddp' is not known; choose from"),
+        ("--strategy qsgd_ddp --density 0.01", "has no option 'density'"),
+        ("--strategy auto_ddp --density 0.01", "AutoDDPStrategy(density=0.01)"),
+        ("--strategy ddp --density 0.01", "is dense"),
+    ],
+)
+def test_a_wrong_option_of_an_example_is_named(start, arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        start()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("start", "arguments"), [(main, "--epochs 0"), (elastic.main, "--every 0"), (elastic.main, "--steps 0")]
+)
+def test_an_example_trains_at_least_once(start, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        start()
+    assert "at least one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "density"), [("topk_ddp", 0.01), ("auto_ddp", None), ("qsgd_ddp", None), ("ddp", None)]
+)
+def test_an_elastic_run_has_a_folder_for_each_strategy_and_a_density_if_possible(name, density, monkeypatch):
+    found = []
+    monkeypatch.setattr(elastic, "quiet", lambda: None)
+    monkeypatch.setattr(elastic, "train", lambda folder, strategy, **_: found.append((folder, strategy)) or 0.5)
+    monkeypatch.setattr(sys, "argv", ["elastic.py", "--strategy", name])
+    elastic.main()
+    ((folder, strategy),) = found
+    assert folder == Path("runs/elastic") / name
+    assert strategy == name if density is None else strategy._options.method.density == density
+
+
+def test_an_elastic_run_that_is_complete_is_not_reported_as_another(tmp_path, capsys):
+    torch.save({"global_step": 40}, tmp_path / "last.ckpt")
+    with pytest.raises(SystemExit) as ended:
+        elastic.train(tmp_path, "ddp", steps=40)
+    assert ended.value.code is None  # so that torchrun does not start again
+    assert "has taken 40 of 40 steps: for a new run, choose another folder" in capsys.readouterr().out
+
+
+def test_the_bytes_of_auto_ddp_are_counted():
+    class Auto(AutoDDPStrategy):
+        reducer = SimpleNamespace(comm=SimpleNamespace(sent_bytes=8))
+
+    trainer, cost, logged = SimpleNamespace(strategy=Auto(), world_size=2), StepCost(), {}
+    assert sent_bytes(trainer) == 8
+    module = torch.nn.Linear(100, 100)
+    module.log = lambda name, value, **_: logged.update({name: value})
+    cost.on_train_epoch_start(trainer, module)
+    for _ in range(2):
+        cost.on_train_batch_start()
+        trainer.strategy.reducer.comm.sent_bytes += 50
+        cost.on_train_batch_end()
+    cost.on_train_epoch_end(trainer, module)
+    assert logged["step/bytes"] == 50
+
+
+def test_the_demo_gives_the_size_of_its_model():
+    numel = sum(param.numel() for param in GPT(demo.LENGTH, demo.WIDTH).parameters())
+    assert f"{numel / 1e6:.1f} million parameters" in demo.__doc__
 
 
 def test_convergence_bound_is_the_paired_one():

@@ -24,6 +24,13 @@ def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
     assert {run.variant for run in frontier.TRIED} <= IDEAS.keys()
 
 
+def test_a_new_folder_gets_the_ideas_that_this_version_has(tmp_path):
+    runs = frontier.missing_runs(tmp_path / "frontier.csv")
+    assert {run.variant for run in runs} == {run.variant for run in frontier.TRIED if IDEAS[run.variant]}
+    assert {run.variant for run in frontier.TRIED} > {run.variant for run in runs}
+    assert frontier.missing_runs(results.RESULTS / "frontier.csv") == []
+
+
 @pytest.mark.parametrize("numel", [1, 3, 64, 1001])
 @pytest.mark.parametrize("compressor", [OneBit(0.1), Neighbours(0.1), Slices(0.1, slices=2)])
 def test_an_update_is_what_its_payload_says(compressor, numel):

@@ -7,12 +7,13 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks.harness import results
+from benchmarks.harness import results, training
 from benchmarks.harness.baselines import RANK
 from benchmarks.harness.launch import check_weights
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.training import Data, factor
 from benchmarks.language import (
+    DEFAULT,
     EARLY,
     LARGE_TWICE,
     LENGTH,
@@ -23,6 +24,7 @@ from benchmarks.language import (
     TRIED,
     UPDATES,
     Run,
+    best_rates,
     first_losses,
     missing_runs,
     trainee,
@@ -83,6 +85,25 @@ def test_trainings_of_one_model_and_seed_start_alike() -> None:
     assert first_losses(Run("final", "adamw", "topk", 0.1, 0), table) == {5.28}
     assert first_losses(Run("large", "adamw", "topk", 0.1, 0), table) == {5.24}
     assert first_losses(Run("large", "adamw", "topk", 0.1, 1), table) == set()
+
+
+def test_a_rate_with_fewer_seeds_is_not_the_best_and_the_default_has_that_of_ddp() -> None:
+    rows = [("ddp", 0.1, 2.0), ("ddp", 0.1, 2.1), ("ddp", 0.2, 1.9), ("ddp", 0.3, 2.2), ("ddp", 0.3, 2.3)]
+    rows += [("topk", 0.1, 2.0), ("topk", 0.2, 1.9), (DEFAULT, 0.1, 2.0), (DEFAULT, 0.2, 1.0)]
+    best = best_rates(pd.DataFrame(rows, columns=["method", "lr", "val_loss"]))
+    assert best.to_dict() == {"ddp": 0.1, "topk": 0.2, DEFAULT: 0.1}
+
+
+def test_step_times_of_local_methods_are_medians_of_single_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One step in each turn is disturbed, and one exchanges: 80 ms in each eighth step, and 1/16 of that in a step."""
+    turn = {"number": 0, "columns": {"method": "local_sgd"}, "every": 16, "ms": [10.0] * 6 + [50.0, 90.0]}
+    turn |= {"sent_bytes": 8.0, "tx_bytes": 8.0, "cpu_ms": 1.0, "foreign_load": 0.0}
+    monkeypatch.setattr(training, "run_ranks", lambda *_: ([turn] * 5, [{"ratio_to_expected": 1.0}]))
+    training.save_times(tmp_path / "times.csv", "no module", {"rate": "1gbit"}, 2)
+    (ms,) = results.load(tmp_path / "times.csv")["median_ms"]
+    assert ms == 10 + 80 / 16
 
 
 @full

@@ -2,7 +2,9 @@
 
 import math
 import pickle
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -82,6 +84,19 @@ def test_without_error_feedback_the_rest_is_forgotten():
     assert x.tolist() == [0.0, 3.0, 0.0]
 
 
+def test_k_may_be_a_number_of_numpy():
+    assert len(MemSGD(torch.zeros(3), np.int64(2)).step_(torch.ones(3), 1.0).indices) == 2
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63])
+def test_the_random_choice_does_not_follow_a_generator_with_the_same_seed(seed):
+    chosen = MemSGD(torch.zeros(1000), 400, "random", seed=seed).step_(torch.ones(1000), 1.0).indices
+    examples = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:400]
+    assert 100 < len(set(chosen.tolist()) & set(examples.tolist())) < 220  # 160 on average
+    again = MemSGD(torch.zeros(1000), 400, "random", seed=seed).step_(torch.ones(1000), 1.0).indices
+    assert torch.equal(chosen, again)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("choice", ["top", "random"])
 def test_a_gradient_that_is_not_finite_is_an_error_and_changes_nothing(bad, choice):
@@ -117,6 +132,17 @@ def test_the_average_is_the_formula(shift):
     weights = (shift + torch.arange(200, dtype=torch.float64)) ** 2
     expected = (weights[:, None, None] * seen).sum(0) / weights.sum()
     torch.testing.assert_close(average.module.weight, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_whole_numbers_the_last_counts():
+    model = torch.nn.BatchNorm1d(1)
+    average = AveragedModel(model, avg_fn=QuadraticAverage(1), use_buffers=True)
+    for x in (5.0, 10.0):
+        model(torch.full((4, 1), x))
+        average.update_parameters(model)
+    assert average.module.num_batches_tracked.item() == 2
+    # 0.1 · 5, and then 0.9 · 0.5 + 0.1 · 10: (1 · 0.5 + 4 · 1.45) / (1 + 4)
+    assert average.module.running_mean.item() == pytest.approx(1.26)
 
 
 def test_a_late_average_moves_by_3_in_t():
@@ -171,12 +197,32 @@ def test_lightning_averages_by_the_formula(callback, tmp_path):
 def test_an_average_at_the_end_goes_on_from_a_checkpoint():
     model, given = Regression(), {"avg_fn": QuadraticAverage(2)}
     first, second = AverageAtEnd(**given), AverageAtEnd(**given)
-    first.setup(None, model, "fit")
+    start = SimpleNamespace(global_step=0)
+    first.setup(start, model, "fit")
     first.average.update_parameters(model)
     first.steps = 5
-    second.setup(None, Regression(), "fit")
+    second.setup(start, Regression(), "fit")
     second.load_state_dict(first.state_dict())
     assert (second.steps, second.average.n_averaged.item()) == (5, 1)
+
+
+def test_an_average_at_the_end_begins_anew_with_each_fit():
+    model, callback = torch.nn.Linear(1, 1, bias=False), AverageAtEnd(avg_fn=QuadraticAverage(1))
+    model.device = torch.device("cpu")
+    for _ in range(2):
+        trainer = SimpleNamespace(global_step=0)
+        callback.setup(trainer, model, "fit")
+        for weight in (5.0, 10.0):
+            trainer.global_step += 1
+            model.weight.data.fill_(weight)
+            callback.on_train_batch_end(trainer, model)
+        callback.on_train_end(trainer, model)
+        assert model.weight.item() == 9
+    # A fit without a step keeps the weights, which may be from a checkpoint that has no average.
+    callback.setup(trainer, model, "fit")
+    model.weight.data.fill_(3.0)
+    callback.on_train_end(trainer, model)
+    assert model.weight.item() == 3
 
 
 class Quadratic:

@@ -21,6 +21,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.contrib.memsgd import MemSGD
 from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.randk import RandK
+from lightning_sparse.exchange import NonFiniteGradient
 from reproductions import (
     FINDINGS,
     command,
@@ -29,6 +30,7 @@ from reproductions import (
     gaussiank_selection,
     memsgd,
     scaling_efficiency,
+    signsgd,
     volume,
 )
 from reproductions.digits import network, train
@@ -85,6 +87,19 @@ def test_efficiency_is_computing_over_computing_and_work_and_exchange(tmp_path):
     assert sent == volume.measure("gtopk", 3, 5000, 0.01, "compact")["busiest_bytes"]
     with pytest.raises(SystemExit, match="--largest 1000: the smallest model has 272474"):
         frame.reproduce(scaling_efficiency.FINDING, {"density": 0.1, "largest": 1000}, tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training(monkeypatch):
+    given = []
+
+    def reduce(reducer, grads):
+        given.append(reducer.comm.rank)
+        raise NonFiniteGradient("as in a test")
+
+    monkeypatch.setattr(signsgd.Reducer, "reduce_", reduce)
+    _, steps = signsgd.train(signsgd.CONTESTANTS["mean"], "", 0.0, epochs=3, seed=0)
+    assert steps == 0
+    assert sorted(given) == list(range(signsgd.RANKS))
 
 
 def test_selection_is_timed_where_what_is_chosen_is_right(tmp_path, monkeypatch):

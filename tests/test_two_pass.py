@@ -13,6 +13,7 @@ from lightning_sparse.compressors import Compressor, GaussianK, Identity, TopK
 from lightning_sparse.context import Context
 from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.randk import RandK
+from lightning_sparse.contrib.sidco import SIDCo
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.layout import Layout, Segment, cut
 from lightning_sparse.memory import NoMemory, Residual
@@ -305,6 +306,11 @@ def test_finite_sums_that_overflow_are_no_error():
 
     for result in simulate(2, rank):
         assert result.max() == torch.tensor(3e38)
+
+
+def test_regions_would_share_the_state_of_a_segment():
+    with pytest.raises(ValueError, match=r"TwoPass.* cannot aggregate what SIDCo"):
+        two_pass(SIDCo(density=0.1))
 
 
 def test_one_rank_is_the_compressor_alone():

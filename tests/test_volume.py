@@ -1,5 +1,6 @@
 """The counts of the finding "volume", and that it does not count wrong results."""
 
+import pandas as pd
 import pytest
 
 from lightning_sparse.memory import Memory, Residual
@@ -43,6 +44,21 @@ def test_cases_are_all_methods_and_encodings_and_nodes_of_eight_only():
     cases = volume.cases({"elements": NUMEL, "density": 0.001, "most": 16})
     count = {ranks: sum(case["ranks"] == ranks for case in cases) for ranks in (2, 6, 8, 16, 24)}
     assert count == {2: 3 + 2 * 4, 6: 3 + 2 * 4, 8: 3 + 2 * 5, 16: 3 + 2 * 5, 24: 0}
+
+
+@pytest.mark.parametrize(("most", "elements"), [(1, NUMEL), (4, 499)])
+def test_too_few_ranks_or_entries_are_refused(most, elements):
+    said = f"--most {most} --elements {elements} --density 0.001: at least two ranks must send at least one entry"
+    with pytest.raises(ValueError, match=said):
+        volume.cases({"elements": elements, "density": 0.001, "most": most})
+
+
+def test_the_verdict_of_two_ranks_has_no_empty_list():
+    rows = [
+        (name, "int32", ranks, sent) for name, sent in (("topk", 8), ("gtopk", 9), ("dense", 99)) for ranks in (2, 3)
+    ]
+    said = volume.verdict(pd.DataFrame(rows, columns=["method", "index_format", "ranks", "busiest_bytes"]))
+    assert "With none of these numbers of ranks, gTopK sends less than TopK." in said
 
 
 def test_refuses_what_is_wrong(monkeypatch):

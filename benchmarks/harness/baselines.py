@@ -1,7 +1,7 @@
 """Ways to average gradients: stock DDP, its hooks, naive top-k, local SGD, and this package's methods.
 
 `CONTESTANTS["topk"].wrap(model, Options(), optimizer)` prepares a model for one of them on every rank of a gloo
-process group.
+process group. All take DDP's default options, except that PowerSGD has one bucket.
 """
 
 import functools
@@ -36,8 +36,6 @@ from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.updates.exchange import DeltaExchange
 
 RANK = 4  # rank of the factors that PowerSGD sends
-DDP_OPTIONS: dict[str, Any] = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
-"""Options of DDP, equal for all methods: this package's bucket size, and no copy of gradients."""
 
 Bucket = dist.GradBucket  # type: ignore[attr-defined]
 
@@ -74,10 +72,6 @@ class Wrapped:
         nbytes = self.all_reduced(sum(param.numel() for param in self.module.parameters()), steps)
         return 2 * (dist.get_world_size() - 1) * nbytes // dist.get_world_size()
 
-    def seconds(self) -> dict[str, float]:
-        """Return the reducer's seconds in each phase; "aggregate" includes "wire"."""
-        return {**self.reducer.seconds, "wire": self.reducer.comm.seconds} if self.reducer else {}
-
 
 Wrap = Callable[[nn.Module, Options, Optimizer], Wrapped]
 
@@ -101,10 +95,10 @@ def data_parallel(model: nn.Module, hook: Any = None, state: Any = None, **optio
     return ddp
 
 
-def _dense(nbytes: int, hook: Any = None, **options: Any) -> Wrap:
+def _dense(nbytes: int, hook: Any = None) -> Wrap:
     """Return a method that all-reduces `nbytes` bytes of each parameter."""
     return lambda model, *_: Wrapped(
-        data_parallel(model, hook, **options), all_reduced=lambda numel, steps: nbytes * numel * steps
+        data_parallel(model, hook), all_reduced=lambda numel, steps: nbytes * numel * steps
     )
 
 
@@ -161,7 +155,7 @@ def ours(chosen: Method, model: nn.Module, optimizer: Optimizer, *, granularity:
         if exchange is not None and chosen.delayed:
             made = replace(made, settle=exchange.exchange_pending, wait=exchange.updates.wait)
         return made
-    ddp = data_parallel(model, **DDP_OPTIONS)
+    ddp = data_parallel(model)
     reducer = attach(ddp, chosen, granularity=granularity)
     return Wrapped(ddp, lambda: reducer.state_dict()["elements"]["residual"], reducer)
 
@@ -233,7 +227,7 @@ def steps_for_equal_bytes(model: nn.Module, density: float) -> int:
 
 CONTESTANTS = {
     "none": Contestant(lambda model, *_: Wrapped(model), alone=True),
-    "idle_hook": Contestant(_dense(0, debugging_hooks.noop_hook, **DDP_OPTIONS), alone=True),
+    "idle_hook": Contestant(_dense(0, debugging_hooks.noop_hook), alone=True),
     "ddp": Contestant(_dense(4)),
     "fp16": Contestant(_dense(2, default_hooks.fp16_compress_hook), tolerance=1e-2),
     # The lambda hides the hook's name. Without NCCL, DDP rejects torch's bf16_compress_hook, but gloo can sum bf16.
@@ -261,7 +255,6 @@ CONTESTANTS = {
     ),
     # Equal to the default after density warm-up, if the density is the default.
     "topk updates, int2": _ours("topk", updates=True, value_format="int2"),
-    "topk updates, int2, delayed": _ours("topk", updates=True, overlap="next_step", value_format="int2"),
     "topk updates, int2, within backward": Contestant(
         functools.partial(_within_backward, "int2"), check_steps=2, sparse=True, updates=True
     ),

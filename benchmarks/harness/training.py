@@ -237,7 +237,7 @@ def save_times(path: Path, module: str, case: Row, workers: int, **job: Any) -> 
         every, means = turns["every"].iloc[0], turns[["sent_bytes", "tx_bytes", "foreign_load"]].mean()
         ms, share = np.sort(np.stack(turns["ms"])), min(every, TIMED_STEPS) / every
         if share < 1:  # each turn has one exchange, in its longest step; a training has only this share of exchanges
-            rest = ms[:, :-1].mean(1)
+            rest = np.median(ms[:, :-1], axis=1)
             ms = rest + (ms[:, -1] - rest) * share / TIMED_STEPS
         row = case | turns["columns"].iloc[0] | step_columns(ms.ravel())
         row["sent_bytes_per_step"] = round(means["sent_bytes"] * share)

@@ -4,7 +4,6 @@
 second process. Rank 0 writes the counts to the file `trips.json` of the folder.
 """
 
-import inspect
 import json
 import logging
 import sys
@@ -111,10 +110,8 @@ def trips(tracer: Tracer, folder: Path) -> dict[str, dict[str, int]]:
     """Return the columns of each trip."""
     from lightning_sparse import SparseDDPStrategy
 
-    # The options of overlap have other names in older checkouts.
-    older = "delayed" in inspect.signature(SparseDDPStrategy.__init__).parameters
-    after: dict[str, Any] = {"overlap": False} if older else {"overlap": "none"}
-    following: dict[str, Any] = {"delayed": True} if older else {"overlap": "next_step"}
+    after: dict[str, Any] = {"overlap": "none"}
+    following: dict[str, Any] = {"overlap": "next_step"}
     sgd, adamw = torch.optim.SGD, torch.optim.AdamW
     found = {}
     for name, optimizer, options in (

@@ -24,7 +24,7 @@ from lightning_sparse.options import check
 
 @dataclass(frozen=True)
 class TwoPass(Aggregator[Compressor]):
-    """Compressed reduce-scatter and compressed all-gather for any compressor. The bytes do not grow with P.
+    """Compressed reduce-scatter and all-gather for any compressor without a state. The bytes do not grow with P.
 
     It compresses in two passes with error feedback in both (Tang et al. 2019, arXiv 1905.05957, "DoubleSqueeze"). Here
     each rank is the server of one of P regions of equal length.
@@ -103,8 +103,8 @@ class TwoPass(Aggregator[Compressor]):
         return size * (2 * first + second)
 
     def supports(self, compressor: Compressor) -> bool:
-        # Owners keep residuals of the second pass. Regions cut matrices.
-        fits = compressor.contracts and not isinstance(compressor, LowRank)
+        # Owners keep residuals of the second pass. Regions cut matrices, and would share the state of a segment.
+        fits = compressor.contracts and not compressor.state and not isinstance(compressor, LowRank)
         return fits and (self.second == 1 or hasattr(compressor, "density"))
 
     def _second(self, density: float | None) -> float | None:

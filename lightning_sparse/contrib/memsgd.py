@@ -17,6 +17,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,6 +32,9 @@ from lightning_sparse.contrib.randk import draw
 from lightning_sparse.exchange import NonFiniteGradient
 
 Choice = Literal["top", "random"]
+
+CHOICE = 0x9E3779B97F4A7C15
+"""Bits by which the random choice changes its seed, so that it is independent of examples with the same seed."""
 
 
 class MemSGDLR(LRScheduler):
@@ -72,7 +76,8 @@ class QuadraticAverage:
     """An `avg_fn` for `torch.optim.swa_utils.AveragedModel`: x̄ = Σ w_t x_t / Σ w_t with w_t = (a + t)².
 
     x_t is the model at the (t + 1)-th call of `update_parameters`. The paper averages x_0 … x_{T−1}, each before its
-    step. Lightning's `WeightAveraging` averages after each step, so x_1 … x_T: pass a + 1 as `shift`.
+    step. Lightning's `WeightAveraging` averages after each step, so x_1 … x_T: pass a + 1 as `shift`. Buffers of whole
+    numbers, such as counts of batches, are not averaged: the last one counts.
 
         >>> from torch.optim.swa_utils import AveragedModel
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -93,7 +98,9 @@ class QuadraticAverage:
         object.__setattr__(self, "shift", check("shift", self.shift, "QuadraticAverage"))
 
     def __call__(self, average: Tensor, x: Tensor, averaged: Tensor | int) -> Tensor:
-        """Return a new tensor: the average of `averaged` models, updated with `x`."""
+        """Return the average of `averaged` models, updated with `x`; `x` itself if it has whole numbers."""
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
         a, t = self.shift, averaged * 1.0  # floats, because t³ overflows integers
         total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
         return torch.lerp(average, x, torch.as_tensor((a + t) ** 2 / total, dtype=x.dtype, device=x.device))
@@ -122,7 +129,7 @@ class MemSGD:
         choice: "top" selects the entries of largest magnitude; "random" draws k entries without replacement.
         l2: λ ≥ 0.
         error_feedback: False discards the entries that are not applied, for comparison.
-        seed: seed of the random choice.
+        seed: seed of the random choice, which is independent of a `torch.Generator` with the same seed.
 
     Attributes:
         memory: m, with x's shape and dtype, without the pending part of λx (see `apply_lazy_l2_`).
@@ -149,7 +156,7 @@ class MemSGD:
             raise ValueError(f"MemSGD(choice={choice!r}): choose from {', '.join(get_args(Choice))}.")
         self.choice, self.error_feedback = choice, error_feedback
         self.l2 = check("l2", l2, "MemSGD")
-        self.generator = torch.Generator().manual_seed(check("seed", seed, "MemSGD"))
+        self.generator = torch.Generator().manual_seed((check("seed", seed, "MemSGD") ^ CHOICE) % 2**64)
         # Σ η so far; and for each entry, the Σ η up to which the memory contains λx.
         self._rates = 0.0
         self._l2_applied = torch.zeros(
@@ -312,6 +319,6 @@ def check_weights(owner: str, x: Tensor) -> None:
 
 def check_k(owner: str, k: int, numel: int) -> int:
     """Return k, or raise ValueError unless it is a whole number from 1 to `numel`."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= numel:
+    if isinstance(k, bool) or not isinstance(k, Integral) or not 1 <= k <= numel:
         raise ValueError(f"{owner}(k={k!r}): k must be a whole number from 1 to {numel}, the number of weights.")
-    return k
+    return int(k)

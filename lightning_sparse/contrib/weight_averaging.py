@@ -36,6 +36,7 @@ class AverageAtEnd(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
+            self.steps = trainer.global_step
             self.average = AveragedModel(pl_module, pl_module.device, **self.options)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -50,7 +51,8 @@ class AverageAtEnd(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.average is not None
-        pl_module.load_state_dict(self.average.module.state_dict())
+        if self.average.n_averaged > 0:  # else it has the weights from before a checkpoint was loaded
+            pl_module.load_state_dict(self.average.module.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "average": self.average and self.average.state_dict()}

@@ -25,7 +25,7 @@ TILE = 1024
 AT_A_TIME = 512
 """Number of pieces whose sums one program adds up at a time, from one row or several."""
 SUMS = {"used": 1, "magnitudes": 1, "means": 3, "clipped": 2, "norms": 1}
-"""Kinds of numbers, with the number of sums of each piece. cpu/row_numbers.c relies on this order."""
+"""Kinds of numbers, with the number of sums of each piece. cpu/row_numbers.c relies on this order; it has no norms."""
 
 
 @operation

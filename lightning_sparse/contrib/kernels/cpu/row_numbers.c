@@ -51,7 +51,6 @@ KERNEL void row_numbers(const float *u, const int64_t *table, void *out, int64_t
             if (kind == 1) numbers[row] = (float)(sum_of(u + start, length, MAGNITUDE) / length);
             if (kind == 2) signed_means(u + start, length, numbers + row, numbers + rows + row);
             if (kind == 3) numbers[row] = clipped_maximum(u + start, length, clip);
-            if (kind == 4) numbers[row] = (float)sqrt(sum_of(u + start, length, SQUARE));
         }
     }
 }
