@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -134,6 +134,7 @@ class UpdateExchanger(Exchanger):
         group: the ranks that exchange with this one, which hold the same part of the model; None is all ranks. All
             ranks of the default group make an exchanger, each with its group, and learn of a failure in any of them.
         timeout: time to wait for other ranks; None takes the group's.
+        compare_numbers: whether the options of optimizers, such as rates and betas, must be equal on all ranks.
 
     Attributes:
         optimizers: the given optimizers.
@@ -154,6 +155,7 @@ class UpdateExchanger(Exchanger):
         forward_sync_buffers: bool | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        compare_numbers: bool = True,
     ) -> None:
         with report_errors_to_peers():
             if next(model.parameters(), None) is None:
@@ -194,7 +196,7 @@ class UpdateExchanger(Exchanger):
             device=device,
             timeout=timeout,
             group_of=lambda: exchanged_parameters(model, optimizers)[2],
-            settings=lambda: others_settings(model, optimizers, buffers.at_start.items()),
+            settings=lambda: others_settings(model, optimizers, buffers.at_start.items(), compare_numbers),
             groups=lambda: groups_of(optimizers),
             exchanged="update",
         )
@@ -619,13 +621,18 @@ def signs_message(optimizer: Optimizer) -> str:
     )
 
 
+def is_named(optimizer: Optimizer, names: Collection[str]) -> bool:
+    """Return whether the name of an optimizer's class, or of a base of it, contains one of these names."""
+    return any(name in kind.__name__ for kind in type(optimizer).__mro__ for name in names)
+
+
 def warn_of_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Warn on rank 0 of optimizers whose sparse updates trained worse than dense averages of gradients."""
     if dist.get_rank() > 0:
         return
     if (signs := next(filter(takes_signs, optimizers), None)) is not None:
         log.warning(signs_message(signs))
-    for kind in {type(optimizer) for optimizer in optimizers if type(optimizer).__name__ in ABOVE_DENSE}:
+    for kind in {type(optimizer) for optimizer in optimizers if is_named(optimizer, ABOVE_DENSE)}:
         log.warning(
             f"The loss of a GPT with {kind.__name__} was higher with sparse updates than with dense averages of "
             f"gradients. Compare losses with strategy='ddp'; or take a method that sends every element, such as 'int4'."

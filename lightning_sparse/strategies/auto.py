@@ -165,7 +165,7 @@ class AutoStrategy:
     )
     """Options of other strategies that are a part of the choice."""
     _steps = 0
-    """Number of steps so far: of batches with an average of gradients, or, in manual optimization, of this rank."""
+    """Number of batches of a fit that ended an accumulation; in manual optimization, of steps of this rank."""
     _has_counted = False
     """Whether the present batch was counted."""
     _evaluates_again = False
@@ -233,13 +233,13 @@ class AutoStrategy:
         """Begin a dense average of gradients: a candidate whose options are None."""
         raise NotImplementedError
 
-    def _exchanges_updates(self, base: StrategyOptions) -> bool:
+    def _exchanges_updates(self, base: StrategyOptions, ranks: int) -> bool:
         """Return whether updates of the optimizers can be exchanged, and trained as well as dense averages."""
         if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
             return False
         stepping = [optimizer for optimizer in self.optimizers if optimizer.param_groups]
         others = {type(optimizer).__name__: None for optimizer in stepping if not trains_with_updates(optimizer)}
-        if others and self.global_rank == 0:
+        if others and ranks <= TRAINED["adamw"][TOPK] and self.global_rank == 0:
             names = " and ".join(others)
             self.inform(
                 f"auto_{self._kind} does not exchange updates of {names}: in this project's benchmarks their loss was "
@@ -267,6 +267,7 @@ class AutoStrategy:
     # Start and switches:
 
     def _start_exchange(self, trainer: Any) -> None:
+        self._steps, self._evaluates_again = 0, False
         self._auto.begin(self, trainer)
         self._step_hooks = hooks = []
         for optimizer in filter(has_step_hooks, self.optimizers):
@@ -285,6 +286,10 @@ class AutoStrategy:
             self._options = options
             super()._start_exchange(trainer)
 
+    def _make_exchanger(self, *args: Any, **kwargs: Any) -> Any:
+        # In the middle of a fit, rates may differ among ranks, as those of ReduceLROnPlateau or Prodigy do.
+        return super()._make_exchanger(*args, compare_numbers=self._steps == 0, **kwargs)
+
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
             return  # a try of some steps
@@ -300,7 +305,7 @@ class AutoStrategy:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer, before, text = self.lightning_module.trainer, self.choice, ""
-        if not self.lightning_module.automatic_optimization:
+        if self._is_manual:
             self._synchronize()
         if self._auto.is_due(self, trainer):
             text = self._auto.decide(self)
@@ -347,22 +352,28 @@ class AutoStrategy:
                 state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
                 return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
             # In automatic optimization no gradient waits for a step now.
-            training.exchanger.settle(gradients=not self.lightning_module.automatic_optimization)
+            training.exchanger.settle(gradients=self._is_manual)
         return lambda: None
 
     # Measurement:
 
     @property
     def done(self) -> int:
-        """The number of steps so far, for one kind of exchange. It is equal on all ranks.
+        """The number of steps so far, for one kind of exchange.
 
-        One rank alone may skip a step of its optimizer. So exchanges of updates count, and averages of gradients.
+        One rank alone may skip a step of its optimizer. So batches count, or, in manual optimization, the exchanges of
+        updates. Ranks may differ in their totals, but not in later steps.
         """
-        return self.reducer.step if isinstance(self._training, UpdateTraining) else self._steps
+        counts_exchanges = isinstance(self._training, UpdateTraining) and self._is_manual
+        return self.reducer.step if counts_exchanges else self._steps
+
+    @property
+    def _is_manual(self) -> bool:
+        return not self.lightning_module.automatic_optimization
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.lightning_module.automatic_optimization and not is_inner_step(optimizer):
+        if self._is_manual and not is_inner_step(optimizer):
             self._count_step(optimizer)
 
     def _count_step(self, optimizer: Optimizer) -> None:
@@ -376,7 +387,7 @@ class AutoStrategy:
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.lightning_module.automatic_optimization:
+        if not self._is_manual:
             self._auto.clock.note_end()
             if not self._has_counted and not accumulates(self.lightning_module.trainer):
                 self._has_counted = True
@@ -441,12 +452,12 @@ class AutoDDP(AutoStrategy):
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
         is_sparse = sparse_embedding(self.lightning_module) is not None
-        exchanges_updates = self._exchanges_updates(base)
+        exchanges_updates = self._exchanges_updates(base, ranks)
         trained = TRAINED["adamw" if exchanges_updates else "sgd"]
         halves = any(param.dtype is torch.float32 for param in self.lightning_module.parameters())
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
-        changes = trainer.gradient_clip_val or gradient_hooks(self, ("configure_gradient_clipping", "clip_gradients"))
-        compresses_gradients = not (is_sparse or changes or self.scaler is not None)
+        hooks = gradient_hooks(self, ("configure_gradient_clipping", "clip_gradients"))
+        compresses_gradients = not (is_sparse or trainer.gradient_clip_val or hooks or self.scaler is not None)
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
@@ -619,7 +630,7 @@ class _Choice:
         if ranks != self._ranks or (high > SHORT and high > OTHER_LINK * low):  # made for others, or for another link
             resumed = ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
-        only = "the model, the optimizer or the number of ranks"
+        only = "the model, its hooks, the optimizer or the number of ranks"
         why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
@@ -657,6 +668,8 @@ class _Choice:
         try:
             params, _, group_of = exchanged_parameters(module, strategy.optimizers)
         except ValueError as error:  # two parameters share memory, for example
+            if isinstance(strategy._training, UpdateTraining):
+                raise
             log.info(f"{self._name}: no candidate exchanges updates. {error}")
             self.options = {name: each for name, each in self.options.items() if name not in (TOPK, NEXT_STEP)}
             return gradients, gradients, gradients
@@ -731,6 +744,9 @@ class _Choice:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
         self.tuner.left_out = left_out
+        for name in left_out:  # it was tried before the optimizer evaluated its closure several times
+            if left_out[name] == math.inf:
+                self.tuner.times.pop(name, None)
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest:.3g} ms now, and {self._link_text()}"
@@ -748,7 +764,7 @@ class _Choice:
         return ""
 
     def _is_barred(self, strategy: AutoStrategy, name: str) -> bool:
-        """Return whether a candidate would raise an error: it compresses gradients, and steps have several."""
+        """Return whether a candidate would raise an error, because a step evaluates its closure several times."""
         options = self.options[name]
         sends_gradients = options is not None and options.choose(strategy.optimizers)[0] == "gradient"
         return sends_gradients and strategy._evaluates_again and name != self.tuner.current

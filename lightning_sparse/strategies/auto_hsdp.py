@@ -65,7 +65,7 @@ class AutoHSDP(AutoStrategy):
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         with report_errors_to_peers():  # now, and not in the middle of training
             check_averages(self.model, self._group)
-        if not self._exchanges_updates(base):
+        if not self._exchanges_updates(base, ranks):
             return {}
         most = SHARDED if self.world_size > ranks else TRAINED["adamw"][TOPK]
         found = self._updates(base, trainer, ranks, most)

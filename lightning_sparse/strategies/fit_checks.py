@@ -15,6 +15,7 @@ from lightning_sparse.hooks.update_exchange import (
     RECOMPUTES,
     evaluates_other_weights,
     inner_of,
+    is_named,
     recomputes_weights,
     scales_gradient,
     shares_steps,
@@ -26,7 +27,7 @@ from lightning_sparse.methods import Method
 from lightning_sparse.momentum import moments_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_sharded, parameters_of
-from lightning_sparse.trained import WITH_UPDATES
+from lightning_sparse.trained import ABOVE_DENSE, WITH_UPDATES
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,9 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
 
 def trains_with_updates(optimizer: Optimizer) -> bool:
     """Return whether exchanged updates of this kind of optimizer trained as well as dense averages of gradients."""
-    if scales_gradient(optimizer):
+    if reason_for_gradients(optimizer) or is_named(optimizer, ABOVE_DENSE):
         return False
-    return moments_of(optimizer) is not None or any(kind.__name__ in WITH_UPDATES for kind in type(optimizer).__mro__)
+    return moments_of(optimizer) is not None or is_named(optimizer, WITH_UPDATES)
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:

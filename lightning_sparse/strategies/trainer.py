@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 class TrainerCalls:
     """A Trainer's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
-    _plugin_name, _make_exchanger = "precision_plugin", UpdateExchanger
+    _plugin_name = "precision_plugin"
+    _make_exchanger: Any = UpdateExchanger
 
     if TYPE_CHECKING:
 

@@ -127,9 +127,18 @@ def check_no_overlap(params: Mapping[str, Tensor]) -> None:
 
 
 def others_settings(
-    model: nn.Module, optimizers: Sequence[Optimizer], buffers: Iterable[tuple[str, Tensor]]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    buffers: Iterable[tuple[str, Tensor]],
+    compare_numbers: bool = True,
 ) -> Mapping[str, list[str]]:
-    """Return the settings that must be equal on all ranks, in addition to the exchanged parameters."""
+    """Return the settings that must be equal on all ranks, in addition to the exchanged parameters.
+
+    Args:
+        model, optimizers: the model and its optimizers.
+        buffers: buffers to compare, by name.
+        compare_numbers: whether the options of optimizers, such as rates and betas, are settings.
+    """
     params, optimizer_of, _ = exchanged_parameters(model, optimizers)
     ours = {*map(id, params.values())}
     rest = {name: x for name, x in not_ignored(model, model.named_parameters()).items() if id(x) not in ours}
@@ -142,10 +151,10 @@ def others_settings(
         "settings of optimizers": [
             f"{key} {number} of group {place} of {type(optimizer).__name__}"
             for optimizer in optimizers
-            if not optimizer.state  # training may change them on each rank, as Prodigy and ReduceLROnPlateau do
             for place, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
             for number in _numbers(value)
+            if compare_numbers
         ],
         "frozen parameters and buffers": described(rest),
         "shards": [f"{name} {placement(x)}" for name, x in {**params, **rest}.items() if is_sharded(x)],

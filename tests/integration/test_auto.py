@@ -24,6 +24,7 @@ from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies import auto as auto_module
 from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice, _Clock
+from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
 from tests.integration.planned import Logged, Watch, follow
@@ -506,6 +507,19 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
 )
 def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, overlap, names):
     assert lightning_ranks(size, only_candidates, kind, size, overlap) == [names] * size
+
+
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    [
+        *[("AdamW8bit", True), ("FusedLAMB", True), ("RMSprop8bit", True), ("Prodigy", True)],
+        *[("AdEMAMix8bit", False), ("AdaMuon", False), ("AdamWScheduleFree", False), ("Novel", False)],
+    ],
+)
+def test_optimizers_of_other_packages_are_known_by_their_names(name, trains):
+    methods = {"eval": lambda self: None} if "Schedule" in name else {}
+    kind = type(name, (torch.optim.Optimizer,), methods)
+    assert trains_with_updates(kind([torch.ones(2)], {"lr": 0.1, "betas": (0.9, 0.99)})) is trains
 
 
 def differs(rank: int) -> tuple[str, str]:
