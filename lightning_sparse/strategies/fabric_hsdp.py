@@ -199,7 +199,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
 
 def _initialize_states(state: Mapping[str, Any]) -> None:
-    """Let optimizers that have taken no step make their states in all replicas. Torch does so only where it saves."""
+    """Let new optimizers make their states in all replicas. Torch does so in the replica that it saves."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # the import takes time
 
     model = next((value for value in state.values() if isinstance(value, torch.nn.Module)), None)
