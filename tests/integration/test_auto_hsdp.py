@@ -301,7 +301,7 @@ def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, replica
         assert not error or kind == "LBFGS"
         if rank == 0 and len(names) == 1:
             [text] = said
-            assert "Chosen by auto_hsdp, by the model, the optimizer or the number of ranks." in text
+            assert "Chosen by auto_hsdp, by the model, its hooks, the optimizer or the number of ranks." in text
 
 
 class Temperature(Module):
