@@ -253,7 +253,8 @@ def best_rates(ends: pd.DataFrame) -> pd.Series:
 
     If a method's rates differ in their number of seeds, only rates with the most seeds count.
     """
-    found = ends.groupby(["method", "lr"])["val_loss"].agg(["size", "mean"]).reset_index()
+    losses = ends.fillna({"val_loss": math.inf})  # of a training that diverged
+    found = losses.groupby(["method", "lr"])["val_loss"].agg(["size", "mean"]).reset_index()
     found = found[found["size"] == found.groupby("method")["size"].transform("max")]
     best = found.sort_values("mean").drop_duplicates("method").set_index("method")["lr"]
     return best.where(best.index != DEFAULT, best["ddp"])

@@ -69,17 +69,18 @@ network_tuning.csv; other trainings use the rate in that file, or 0.05"
     add("--workers", type=int, default=4, help="number of ranks. Default: 4")
     add("--rounds", type=int, default=1, help="number of turns of all contestants. Default: 1")
     add("--seconds", type=float, default=10, help="time per contestant and round; real: time limit. Default: 10")
-    add("--density", type=float, default=0.001, help="density of sparse contestants. Default: 0.001")
+    add("--density", type=float, help="density of sparse contestants. Default: 0.001; in trainings 0.01")
     add("--tune", action="store_true", help=tune)
     add("--file", help="CSV file to add rows to. Default: network.csv or network_paced.csv, whose rate is replaced")
     args = parser.parse_args()
+    args.density = args.density or (0.01 if args.workload in TRAININGS else 0.001)
     args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
     if args.workers < 2 or args.workers % args.ranks_per_host:
         parser.error(f"--workers {args.workers}: at least two, and a multiple of --ranks-per-host.")
     if args.dilate != 1 and args.workload not in COMPUTE_SECONDS:
         parser.error(f"--dilate {args.dilate:g}: only paced models can be slowed down, not {args.workload}.")
     if not args.figure and args.rates != ["loopback"] and (reason := missing()):
-        if args.out == results.RESULTS:
+        if args.out.resolve() == results.RESULTS.resolve():
             parser.error(f"links cannot be created here: {reason}. To measure over loopback, give --out.")
         print(f"Links cannot be created here: {reason}. Using loopback without shaping instead.")
         args.rates = ["loopback"]

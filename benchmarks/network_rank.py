@@ -167,7 +167,7 @@ class Rank:
 def work(job: dict[str, Any]) -> None:
     """Time methods in rounds, or train the methods that have learning rates."""
     rank = Rank(SimpleNamespace(**job))
-    if "learning_rate" in job["todo"][0]:
+    if any("learning_rate" in case for case in job["todo"]):
         rank.warm_up()
     for case in job["todo"]:
         found = {"curve": rank.train(**case)} if "learning_rate" in case else rank.measure(**case)

@@ -41,6 +41,7 @@ from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import (  # noqa: E402
     AT_SITES,
+    DEFAULT,
     DELAYED,
     EARLY,
     EQUAL,
@@ -412,11 +413,14 @@ def accuracy(epochs: int = 4) -> str:
 
 
 def best_run(optimizer: str, method: str, workers: int) -> pd.DataFrame:
-    """Return the GPT's training of a contestant at its best rate, with seed 0; empty if there is none."""
-    runs = read("language").query("optimizer == @optimizer and method == @method and seed == 0")
-    runs = runs[runs["part"].isin({2: ["final", "equal"], 4: ["four"]}[workers])]
-    ends = runs.sort_values("step").groupby("lr").val_loss.last()
-    return runs if runs.empty else runs[runs.lr == ends.idxmin()].sort_values("step")
+    """Return the GPT's training of a contestant at its best rate, the default at that of `ddp`, with seed 0.
+
+    It is empty if there is none.
+    """
+    runs = read("language").query("optimizer == @optimizer and method in [@method, 'ddp'] and seed == 0")
+    runs = runs[runs["part"].isin({2: ["final", "equal"], 4: ["four"]}[workers])].sort_values("step")
+    tuned = runs[runs.method == ("ddp" if method == DEFAULT else method)].groupby("lr").val_loss.last()
+    return runs[(runs.method == method) & (runs.lr == (math.nan if tuned.empty else tuned.idxmin()))]
 
 
 def language(workers: int = 2) -> str:

@@ -162,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.steps, args.every) < 1:
         parser.error(f"--steps {args.steps} --every {args.every}: at least one.")
-    method = METHODS.get(args.strategy.partition("_ddp")[0])
+    method = METHODS.get(args.strategy.removeprefix("ddp_").partition("_ddp")[0])
     has_density = method is not None and "density" in method.options
     folder = args.folder or Path("runs/elastic") / args.strategy
     try:

@@ -30,7 +30,7 @@ def table(folder: Path) -> str:
     found = no_scalars if files else "no event file of TensorBoard"
     raise ValueError(
         f"{str(folder)!r} has {found}. Give the folder of a run with strategy='auto_ddp' and a TensorBoardLogger. It "
-        f"logs when it has decided, after 55 steps at the earliest."
+        f"logs when it has decided, after 53 steps at the earliest."
     )
 
 

@@ -145,7 +145,8 @@ def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
     - "places": for each parameter, the offset of this rank's shard in it, and its shape;
     - "shapes": the shapes of the whole parameters;
     - "weights": checksum of this rank's shards of the weights;
-    - "optimizers": for each optimizer by number, its state by name of the parameter, and its parameter groups.
+    - "optimizers": for each optimizer by number, its state by name of the parameter, its parameter groups, and the
+      names and dtypes of its parameters.
 
     Raises:
         ValueError: the state of a sharded parameter cannot be sharded anew.
@@ -231,14 +232,15 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
         names = enumerate(_names(model, optimizer))
         groups = zip(saved["param_groups"], present["param_groups"], strict=True)
         loaded = {
-            **{key: x for key, x in saved.items() if key != "names"},
+            **{key: x for key, x in saved.items() if key not in ("names", "dtypes")},
             "state": {index: saved["state"][name] for index, name in names if name in saved["state"]},
             "param_groups": [{**group, "params": own["params"]} for group, own in groups],
         }
         sidecars.put_back(loaded, present)
         needed = sidecars.options_of(optimizer)
         try:
-            load_optimizer(optimizer, loaded)
+            dtypes = zip(saved.get("dtypes", ()), _dtypes(optimizer), strict=False)  # earlier versions saved none
+            load_optimizer(optimizer, loaded, [i for i, (before, now) in enumerate(dtypes) if before != now])
             foreign = sidecars.missing_options_message(optimizer, needed, saved)
         except KeyError as error:  # of torch's optimizers, for the state of another kind
             foreign = f"{type(optimizer).__name__} needs {error}, which the saved state lacks"
@@ -278,6 +280,11 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of its `state_dict`."""
     name_of = {id(param): name for name, param in parameters_by_name(model).items()}
     return [name_of[id(param)] for param in parameters_of([optimizer])]
+
+
+def _dtypes(optimizer: Optimizer) -> list[str]:
+    """Return the dtypes of an optimizer's parameters, in the order of its `state_dict`."""
+    return [str(param.dtype) for param in parameters_of([optimizer])]
 
 
 def _places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
@@ -322,7 +329,8 @@ def _own_state(model: nn.Module, optimizer: Optimizer, number: str) -> State:
                 f"{type(optimizer).__name__}.state_dict() has tensors in {key!r}, and it is unknown whether they are "
                 f"shards, so they cannot be saved. Use an optimizer that keeps them in 'state', such as AdamW."
             )
-    return {**sidecars.plain({**rest, "state": own}, number if dist.get_rank() == 0 else ""), "names": names}
+    kept = sidecars.plain({**rest, "state": own}, number if dist.get_rank() == 0 else "")
+    return {**kept, "names": names, "dtypes": _dtypes(optimizer)}
 
 
 def _check_names(state: Mapping[str, Any], exchange: UpdateExchanger, model: nn.Module) -> None:

@@ -116,7 +116,6 @@ def attach_updates(
         model = getattr(model, "_orig_mod", model)  # torch.compile returns a wrapper, which the caller may drop
         optimizers = check_optimizers(optimizer)
         reshard(model)
-        keep_gradients(model)  # replicas may have averaged them before
         check_all_stepped(model, optimizers)
         if check("overlap", overlap) == "backward":
             raise ValueError(
@@ -130,6 +129,7 @@ def attach_updates(
         method, reducer_options = resolve_updates(method, density, reducer_options, ranks=ranks, **options)
     if not dist.is_initialized():
         raise RuntimeError("attach_updates needs a process group: call torch.distributed.init_process_group before.")
+    keep_gradients(model)  # replicas may have averaged them before
     exchange = exchange_updates(
         model,
         optimizers,

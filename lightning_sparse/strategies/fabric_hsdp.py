@@ -25,7 +25,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.methods import Method
-from lightning_sparse.shards import reshard, without_reduction
+from lightning_sparse.shards import is_any_sharded, reshard, without_reduction
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.fabric_calls import FabricCalls
 from lightning_sparse.strategies.fit_checks import check_not_wrapped
@@ -152,7 +152,11 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         write = partial(super().save_checkpoint, path, storage_options=storage_options, filter=filter)
         checkpoint, found = {**state}, None
         if self._is_distributed:
-            _initialize_states(state)
+            sharded = [each for each in state.values() if isinstance(each, torch.nn.Module) and is_any_sharded(each)]
+            if storage_options is not None or filter is not None or len(sharded) != 1:
+                write(state)  # Lightning refuses it
+                return
+            _initialize_states(sharded[0], state)
             found = self._resumed(state)
             if self._replica:
                 # Torch's distributed checkpoint stores one copy of tensors with equal names, and would mix replicas.
@@ -198,13 +202,12 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         return None
 
 
-def _initialize_states(state: Mapping[str, Any]) -> None:
+def _initialize_states(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Let new optimizers make their states in all replicas. Torch does so in the replica that it saves."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # the import takes time
 
-    model = next((value for value in state.values() if isinstance(value, torch.nn.Module)), None)
     for optimizer in (value for value in state.values() if isinstance(value, Optimizer)):
-        if model is not None and not optimizer.state:
+        if not optimizer.state:
             get_optimizer_state_dict(model, optimizer)
 
 

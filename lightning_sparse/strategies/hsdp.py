@@ -87,9 +87,12 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save, has_optimizers = super().save_checkpoint, "optimizer_states" in checkpoint
+        if self._is_distributed and storage_options is not None:  # Lightning refuses them
+            save(checkpoint, filepath, storage_options)
+            return
         exchange = self._exchanger if has_optimizers and self._is_distributed else None
-        fails = exchange is not None and (self.may_be_alone or not (self.exchanger is None or exchange.drain()))
-        if fails or (self._is_distributed and not self.all_ranks_present()):
+        is_alone = exchange is not None and (self.may_be_alone or not (self.exchanger is None or exchange.drain()))
+        if is_alone or (self._is_distributed and not self.all_ranks_present()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
             return
         if exchange is not None:

@@ -316,13 +316,11 @@ class HSDPOptions:
         Raises:
             OSError: a rank could not write its part.
         """
-        path = self.broadcast(sidecars.absolute(path))
+        path, folder = self.broadcast((sidecars.absolute(path), Path(path)))  # Lightning's is the second one
         steps: list[Callable[[Mapping[str, Any]], Any]]
         steps = [lambda entry: write({sidecars.KEY: entry} if entry else {})]
         if self._is_distributed:
-            # Lightning would do it, but an error of one rank would leave the others in a collective.
-            folder = Path(path)
-
+            # Lightning makes the folder, too, but an error of one rank would leave the others in a collective.
             def remove(_: Any) -> None:
                 if folder.is_file():
                     folder.unlink(missing_ok=True)  # another rank may have removed it

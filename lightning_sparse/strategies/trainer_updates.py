@@ -122,11 +122,11 @@ class TrainerUpdates(UpdateTraining):
                     state[key] = x.to("cpu", copy=True)
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
-        is_whole = not any(map(is_sharded, state.values()))  # then other ranks than rank 0 may have an empty one
+        is_whole = not any(map(is_sharded, state.values()))  # then ranks other than 0 may have an empty one
         for name, param in self._module.named_parameters(remove_duplicate=False):
             if id(param) in before:
                 agreed: Any = before[id(param)]  # all ranks gather its shards
-                agreed = agreed.full_tensor() if is_whole and is_sharded(agreed) else agreed.clone()
+                agreed = agreed.full_tensor().cpu() if is_whole and is_sharded(agreed) else agreed.clone()
                 state.update(dict.fromkeys({name, plain_name(name)} & state.keys(), agreed))
         return state
 

@@ -403,3 +403,25 @@ def test_bad_calls_and_a_rank_that_cannot_write(tmp_path):
         assert unwritten.startswith("OSError: Rank 3: ")
         assert again == ""
         assert step == 4
+
+
+def of_dtypes(rank: int, path: Path) -> list[Any]:
+    found = []
+    for before, now in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        for dtype in (before, now):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 6).to(dtype)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            attach_updates(model, optimizer, "topk", density=0.25)
+            if dtype is now:
+                load_replica(str(path), model, optimizer)
+            model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+            optimizer.step()
+            if dtype is before:
+                save_replica(str(path), model, optimizer)
+        found += [optimizer.state[model.weight]["exp_avg"].dtype, int(optimizer.state[model.weight]["step"])]
+    return found
+
+
+def test_a_load_with_weights_of_another_dtype_converts_the_moments(tmp_path):
+    assert run_ranks(2, of_dtypes, tmp_path / "last.ckpt") == [[torch.bfloat16, 2, torch.float32, 2]] * 2
