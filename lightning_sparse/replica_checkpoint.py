@@ -239,8 +239,8 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
         sidecars.put_back(loaded, present)
         needed = sidecars.options_of(optimizer)
         try:
-            dtypes = zip(saved.get("dtypes", ()), _dtypes(optimizer), strict=False)  # earlier versions saved none
-            load_optimizer(optimizer, loaded, [i for i, (before, now) in enumerate(dtypes) if before != now])
+            dtypes = enumerate(zip(saved.get("dtypes", ()), _dtypes(optimizer), strict=False))  # not of older files
+            load_optimizer(optimizer, loaded, {i: before for i, (before, now) in dtypes if before != now})
             foreign = sidecars.missing_options_message(optimizer, needed, saved)
         except KeyError as error:  # of torch's optimizers, for the state of another kind
             foreign = f"{type(optimizer).__name__} needs {error}, which the saved state lacks"

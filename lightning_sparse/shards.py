@@ -201,27 +201,28 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [param for each in optimizers for group in each.param_groups for param in group["params"]]
 
 
-def load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], others: Collection[int] = ()) -> None:
+def load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], before: Mapping[int, str] = {}) -> None:
     """Load an optimizer's state whose tensors are on the host. Of sharded parameters, it has this rank's part.
 
     Args:
         optimizer: the optimizer.
-        state_dict: its state. Tensors keep their dtypes.
-        others: numbers of the parameters that had another dtype; torch converts their states.
+        state_dict: its state. Tensors keep their dtypes, unless `before` has them.
+        before: by number, the dtypes of parameters that have another dtype now. States of these dtypes get the new one.
     """
     params, states = parameters_of([optimizer]), state_dict.get("state", {})
-    equal = {i: each for i, each in states.items() if isinstance(i, int) and i not in others}
-    of_params = {params[i]: each for i, each in equal.items() if isinstance(each, dict)}
+    of_params = {i: each for i, each in states.items() if isinstance(i, int) and isinstance(each, dict)}
     wrapped = {
         i: {key: state_like(params[i], x) for key, x in each.items()} if isinstance(i, int) else each
         for i, each in states.items()
     }
     optimizer.load_state_dict({**state_dict, **({"state": wrapped} if states else {})})
-    for param, each in of_params.items():
+    for i, each in of_params.items():
         for key, x in each.items():
+            param = params[i]
             loaded = optimizer.state.get(param, {}).get(key)
             # torch gives all states the dtype of the parameter, which differs for bf16 weights with fp32 moments.
-            if isinstance(loaded, Tensor) and isinstance(x, Tensor) and loaded.dtype != x.dtype:
+            is_cast = isinstance(loaded, Tensor) and isinstance(x, Tensor) and loaded.dtype != x.dtype
+            if is_cast and str(x.dtype) != before.get(i):
                 optimizer.state[param][key] = state_like(param, x.to(local(loaded).device))
 
 

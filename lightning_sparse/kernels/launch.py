@@ -27,7 +27,7 @@ CHUNK = 1 << 17
 """Number of elements to process at a time on the CPU, so that they stay in cache between operations."""
 
 tl: Any = None
-"""`triton.language` for kernels, from the first launch on."""
+"""A placeholder. The first launch of a module's kernel puts `triton.language` in its place in that module."""
 
 _loading = threading.Lock()
 

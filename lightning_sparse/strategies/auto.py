@@ -116,9 +116,14 @@ class _Clock:
     """Times the batches of a step, from the batch to the end of the optimizer's step, without loading of data.
 
     Raw optimizers in manual optimization do not note the end. Then loading of data counts, too.
+
+    Attributes:
+        batches: the number of batches that ended an accumulation, in automatic optimization. A module may step its
+            optimizer after several of them; then each kind of exchange is timed by such a batch.
     """
 
     def __init__(self) -> None:
+        self.batches = 0
         self._began = time.perf_counter()
         self._ended: float | None = self._began
         self._spent = 0.0
@@ -135,9 +140,10 @@ class _Clock:
         self._ended = time.perf_counter()
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
-        spent, self._spent = self._spent + self._elapsed, 0.0
-        self._began = self._ended = time.perf_counter()
+        """Return the seconds since the last call, for each of `batches`."""
+        spent, self._spent = (self._spent + self._elapsed) / max(1, self.batches), 0.0
+        self._began, self.batches = time.perf_counter(), 0
+        self._ended = self._began
         return spent
 
 
@@ -361,11 +367,10 @@ class AutoStrategy:
     def done(self) -> int:
         """The number of steps so far, for one kind of exchange.
 
-        One rank alone may skip a step of its optimizer. So batches count, or, in manual optimization, the exchanges of
-        updates. Ranks may differ in their totals, but not in later steps.
+        One rank alone may skip a step of its optimizer. So exchanges of updates count, or batches with an average of
+        gradients. Ranks may differ in their totals, but not in their numbers since a switch.
         """
-        counts_exchanges = isinstance(self._training, UpdateTraining) and self._is_manual
-        return self.reducer.step if counts_exchanges else self._steps
+        return self.reducer.step if isinstance(self._training, UpdateTraining) else self._steps
 
     @property
     def _is_manual(self) -> bool:
@@ -391,6 +396,7 @@ class AutoStrategy:
             self._auto.clock.note_end()
             if not self._has_counted and not accumulates(self.lightning_module.trainer):
                 self._has_counted = True
+                self._auto.clock.batches += 1
                 self._count_step(self.optimizers[0])
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -403,7 +409,7 @@ class AutoStrategy:
 
         result = super().optimizer_step(optimizer, evaluate, model, **kwargs)
         self._evaluates_again |= evaluations > 1
-        if self._steps == before:  # the optimizer calls no hooks, or Lightning's gradient scaler has skipped the step
+        if self._steps == before:  # in manual optimization: the optimizer calls no hooks, or a scaler skipped the step
             self._note_step(optimizer)
         self._synchronize()
         self._auto.clock.note_end()
@@ -615,12 +621,19 @@ class _Choice:
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
-        self.choose_first()
+        self.choose_first(optimizers)
 
-    def choose_first(self) -> None:
-        """Choose the candidate that trains first, by the checkpoint or by the link."""
+    def choose_first(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Choose the candidate that trains first, by the checkpoint or by the link.
+
+        Args:
+            optimizers: if one is not torch's, a step may evaluate its closure several times. Then no candidate that
+                compresses gradients is first.
+        """
         links, names = self.tuner.links, [*self.options]
-        first = names[0] if links[names[0]] < SHORT else min(links, key=links.__getitem__)
+        are_torchs = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
+        suited = [name for name in names if are_torchs or not self._sends_gradients(name, optimizers)]
+        first = names[0] if links[names[0]] < SHORT else min(suited, key=links.__getitem__)
         loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
         if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
             first = TOPK
@@ -765,9 +778,13 @@ class _Choice:
 
     def _is_barred(self, strategy: AutoStrategy, name: str) -> bool:
         """Return whether a candidate would raise an error, because a step evaluates its closure several times."""
+        is_barred = strategy._evaluates_again and name != self.tuner.current
+        return is_barred and self._sends_gradients(name, strategy.optimizers)
+
+    def _sends_gradients(self, name: str, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether a candidate compresses gradients."""
         options = self.options[name]
-        sends_gradients = options is not None and options.choose(strategy.optimizers)[0] == "gradient"
-        return sends_gradients and strategy._evaluates_again and name != self.tuner.current
+        return options is not None and options.choose(optimizers)[0] == "gradient"
 
     def _bytes(self, strategy: AutoStrategy) -> dict[str, float]:
         """Return the bytes that each candidate needs on this rank, in addition to dense averages."""

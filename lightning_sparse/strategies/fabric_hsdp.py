@@ -151,11 +151,11 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         self._exchange_pending()
         write = partial(super().save_checkpoint, path, storage_options=storage_options, filter=filter)
         checkpoint, found = {**state}, None
+        sharded = [each for each in state.values() if isinstance(each, torch.nn.Module) and is_any_sharded(each)]
+        if storage_options is not None or len(sharded) != 1 or (self._is_distributed and filter is not None):
+            write(state)  # Lightning refuses it
+            return
         if self._is_distributed:
-            sharded = [each for each in state.values() if isinstance(each, torch.nn.Module) and is_any_sharded(each)]
-            if storage_options is not None or filter is not None or len(sharded) != 1:
-                write(state)  # Lightning refuses it
-                return
             _initialize_states(sharded[0], state)
             found = self._resumed(state)
             if self._replica:

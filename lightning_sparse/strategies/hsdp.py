@@ -87,7 +87,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save, has_optimizers = super().save_checkpoint, "optimizer_states" in checkpoint
-        if self._is_distributed and storage_options is not None:  # Lightning refuses them
+        if storage_options is not None:  # Lightning refuses them
             save(checkpoint, filepath, storage_options)
             return
         exchange = self._exchanger if has_optimizers and self._is_distributed else None

@@ -316,7 +316,7 @@ class HSDPOptions:
         Raises:
             OSError: a rank could not write its part.
         """
-        path, folder = self.broadcast((sidecars.absolute(path), Path(path)))  # Lightning's is the second one
+        path, folder = self.broadcast((sidecars.absolute(path), Path(path)))  # Lightning takes it as it was given
         steps: list[Callable[[Mapping[str, Any]], Any]]
         steps = [lambda entry: write({sidecars.KEY: entry} if entry else {})]
         if self._is_distributed:

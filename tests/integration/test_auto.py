@@ -695,19 +695,29 @@ class Twice(torch.optim.Adagrad):
         return super().step(closure)
 
 
-def evaluating(rank: int) -> tuple[list[str], list[str]]:
-    auto_module.measure_link = lambda *_: (1e9, 1e-6)
+class TwiceSGD(torch.optim.SGD):
+    """The same, but its updates are not exchanged."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+def evaluating(rank: int, kind: Any, rate: float) -> tuple[list[str], list[str]]:
+    auto_module.measure_link = lambda *_: (rate, 1e-6)
     strategy, said = AutoDDPStrategy(process_group_backend="gloo"), []
     strategy.inform = said.append  # type: ignore[method-assign]
-    fit(Net(Twice, lr=0.01), strategy, rank, max_steps=100)
+    fit(Net(kind, lr=0.01), strategy, rank, max_steps=100)
     return [*strategy._auto.tuner.times], said
 
 
-def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several():
-    (tried, said), (others, _) = lightning_ranks(2, evaluating)
+@pytest.mark.parametrize(("kind", "rate"), [(Twice, 1e9), (TwiceSGD, 1e4)])
+def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several(kind, rate):
+    (tried, said), (others, _) = lightning_ranks(2, evaluating, kind, rate)
     assert tried == others
     assert not {"int8", "int4"} & {*tried}
-    assert "no int8 or int4, because a step evaluates its closure several times" in "".join(said)
+    assert "no int8 or int4, because a step evaluates its closure several times" in "".join(said), said
 
 
 @pytest.mark.parametrize("net", [Raw, OnlySecond])
