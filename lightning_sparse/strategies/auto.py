@@ -293,7 +293,7 @@ class AutoStrategy:
             super()._start_exchange(trainer)
 
     def _make_exchanger(self, *args: Any, **kwargs: Any) -> Any:
-        # In the middle of a fit, rates may differ among ranks, as those of ReduceLROnPlateau or Prodigy do.
+        # During a fit, ReduceLROnPlateau and Prodigy may set another rate on each rank.
         return super()._make_exchanger(*args, compare_numbers=self._steps == 0, **kwargs)
 
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
@@ -429,13 +429,6 @@ class AutoStrategy:
             checkpoint[KEY], checkpoint[BASIS] = self.choice, self._auto.basis
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _warn_of_lost_residuals(self, path: Any) -> None:
-        if self.global_rank == 0:
-            log.warning(
-                f"The residuals of {str(path)!r} are lost, because {self.choice} trains here: entries that were not "
-                f"sent yet do not reach the weights. Resume with the strategy that wrote them."
-            )
-
 
 class AutoDDP(AutoStrategy):
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
@@ -543,7 +536,7 @@ class AutoDDP(AutoStrategy):
         if self._auto.options[self.choice] is not None:
             super()._load_residuals(info, states, path)
         elif info is not None:
-            self._warn_of_lost_residuals(path)
+            self.warn_of_lost_residuals(path, f"{self.choice} trains")
 
     @classmethod
     def _registered(cls) -> dict[str, dict[str, Any]]:

@@ -93,7 +93,7 @@ class AutoHSDP(AutoStrategy):
         elif self.global_rank == 0:
             self.inform(f"It begins with {self.choice}, chosen by {self._auto.reason}.")
         if has_residuals and self._auto.options[self.choice] is None:
-            self._warn_of_lost_residuals(path)
+            self.warn_of_lost_residuals(path, f"{self.choice} trains")
         else:
             super()._load_residuals(info, checkpoint, path)
 

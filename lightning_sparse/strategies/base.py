@@ -61,6 +61,14 @@ class SparseStrategy:
         lightnings = logging.getLogger(self._lightning(self._namespace).__name__)
         (log if lightnings.propagate else lightnings).info(text)
 
+    def warn_of_lost_residuals(self, path: Any, why: str) -> None:
+        """Warn on rank 0 that the residuals of a checkpoint are not loaded."""
+        if self.global_rank == 0:
+            log.warning(
+                f"The residuals of {str(path)!r} are lost, because {why} here: entries that were not sent yet do not "
+                f"reach the weights. Resume with the strategy that wrote them."
+            )
+
     # Lightning's two names:
 
     @classmethod

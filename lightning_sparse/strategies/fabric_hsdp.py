@@ -183,7 +183,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             self._load_replica(path, info, *found)
         elif info is not None and _has_optimizer(state):
             if self._is_dense:
-                self._warn_of_loss(path)
+                self.warn_of_lost_residuals(path, "replicas average gradients")
             elif not self._warn_of_early_load(path, state) and self.global_rank == 0:
                 self.inform(
                     f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model."

@@ -125,7 +125,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         elif module.trainer.state.fn != "fit":  # weights for validation, for example
             self._exchanger = None  # the residuals of the last fit do not belong to them
         elif info is not None:
-            self._warn_of_loss(checkpoint_path)
+            self.warn_of_lost_residuals(checkpoint_path, "replicas average gradients")
         return checkpoint
 
     def _load_residuals(self, info: Any, checkpoint: Mapping[str, Any], path: Any) -> None:

@@ -7,7 +7,6 @@ that hold the same shard in different replicas exchange the updates of their opt
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,7 +29,6 @@ from lightning_sparse.replica_checkpoint import load_state, read_replica, togeth
 from lightning_sparse.shards import average_gradients, is_any_sharded, keep_gradients, local, reshard, unsharded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
-log = logging.getLogger(__name__)
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """Supported values of the Trainer's and Fabric's `precision`."""
 
@@ -354,14 +352,6 @@ class HSDPOptions:
                 self.inform(f"{path!r} holds no residuals of shards: they start at 0.")
             return
         load_state(together(partial(read_replica, path, info, model, exchange), ValueError), model, exchange)
-
-    def _warn_of_loss(self, path: Any) -> None:
-        """Warn on rank 0 that a checkpoint has residuals, but replicas average gradients."""
-        if self.global_rank == 0:
-            log.warning(
-                f"The residuals of {str(path)!r} are lost, because replicas average gradients here: entries that were "
-                f"not sent yet do not reach the weights. Resume with the strategy that wrote them."
-            )
 
     # Names:
 
