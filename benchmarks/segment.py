@@ -22,8 +22,8 @@ previous residual.
     python -m benchmarks.segment              # on a GPU
     python -m benchmarks.segment --rehearse   # a small segment on a CPU: tests the benchmark; times are meaningless
 
-Output: `segment.csv`, written after each method. `limit_us` and `within` refer to the limits in docs/gpu.md for an H100
-or H200.
+Output: `segment.csv`, written after each method. `limit_us` and `within` have the limits of docs/gpu-tests.md, for an
+H100 or H200.
 """
 
 import functools

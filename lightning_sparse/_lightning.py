@@ -9,6 +9,7 @@ import logging
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -34,6 +35,8 @@ _found = {
     if (found := _version(package))
 }
 INSTALLED = [module for module, found in _found.items() if found in SUPPORTED]
+Mixin: Any = object
+"""The base of classes that a strategy of Lightning is combined with. Its type is that of all attributes: unknown."""
 FABRIC = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
 """The module with Fabric, by namespace."""
 _unsupported = " and ".join(f"{module} {found}" for module, found in _found.items() if module not in INSTALLED)

@@ -123,8 +123,6 @@ def read(
     Args:
         checkpoint: path of the checkpoint; a link is followed.
         info: the checkpoint's entry under `KEY`.
-        rank: this rank.
-        size: number of ranks.
 
     Returns:
         The state, or None if there is no sidecar file; and the old ranks whose sidecar files this rank needs but did

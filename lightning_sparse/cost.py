@@ -23,6 +23,7 @@ backward ends, such as norm clipping. `benchmarks/scaling.py` fits the model to 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,10 +142,6 @@ def step(
 
     Args:
         method: the method. As in `Reducer`, a segment falls back to dense if the method would send more.
-        work: the model and its compute time.
-        workers: number of workers.
-        link: link between the workers.
-        costs: compute time of the method.
         dense_bytes: bytes per element of dense gradients: 4, or 2 with a 16-bit hook.
         exchanged: "gradient" or "update". A method with an `UpdateRule` always exchanges updates, once in
             `UpdateRule.local_steps` steps. Times and bytes are those of one step.
@@ -152,7 +149,6 @@ def step(
     if workers < 1:
         raise ValueError(f"workers={workers!r}: at least one.")
     in_turn = exchanged == "update" or method.update_rule is not None
-    dense_messages = 2 * (workers - 1)
     device = work.forward  # time at which the device is free again
     arrival, wire, sent = 0.0, 0.0, 0.0
     own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of summing, over all segments
@@ -160,25 +156,11 @@ def step(
     done: list[tuple[float, float]] = []
     after_backward = method.local_steps > 1 or (in_turn and work.shards > 1)
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
+    of = functools.cache(functools.partial(_segment, method, workers, costs, dense_bytes))  # many segments are equal
     for numel, fraction in zip(work.segments, arrivals, strict=True):
-        shapes = matrices(numel)
-        segment = Segment(0, ("",) * len(shapes), shapes, 0)  # equal ones, so that caches serve
-        dense = dense_bytes * numel * dense_messages / workers
-        chosen = method.aggregator.nbytes(method.compressor, segment, None, workers)
-        sharing = method.aggregator.ranks_per_link
-        # As in `Reducer`, only a method whose result is a mean may fall back to the dense mean.
-        may_fall_back = workers > 1 and method.aggregator.averages
-        compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
+        nbytes, messages, before, after = of(numel)
+        nbytes *= work.shards
         arrives = work.forward + fraction * work.backward
-        if compressed and (not may_fall_back or sharing * chosen < 4 * dense / dense_bytes):
-            nbytes, messages = chosen, method.aggregator.messages(workers)
-            before = costs.segment + numel * costs.element
-            # In all exchanges of this package, a rank receives the same number of bytes that it sends.
-            after = costs.entry * nbytes * _entries_per_byte(method.compressor, segment)
-        else:  # in a ring, only one rank of a node sends to another node
-            nbytes, messages, sharing, after = dense, dense_messages, 1, 0.0
-            before = dense * costs.dense_byte
-        nbytes *= sharing * work.shards
         own, added = own + before, added + after
         travel += messages * link.latency + nbytes / link.bandwidth
         if costs.shared:
@@ -204,6 +186,27 @@ def step(
         busy = computing + (own + added * costs.shared) / method.local_steps
         exposed = max(busy, (travel + added) / method.local_steps) - computing
     return Step(computing + exposed, exposed, sent / method.local_steps)
+
+
+def _segment(
+    method: Method, workers: int, costs: Costs, dense_bytes: int, numel: int
+) -> tuple[float, int, float, float]:
+    """Return the bytes on the link and the messages of a segment, and the seconds of compute before and after."""
+    shapes, dense_messages = matrices(numel), 2 * (workers - 1)
+    segment = Segment(0, ("",) * len(shapes), shapes, 0)  # equal ones, so that caches serve
+    dense = dense_bytes * numel * dense_messages / workers
+    chosen = method.aggregator.nbytes(method.compressor, segment, None, workers)
+    sharing = method.aggregator.ranks_per_link
+    # As in `Reducer`, only a method whose result is a mean may fall back to the dense mean.
+    may_fall_back = workers > 1 and method.aggregator.averages
+    compressed = not isinstance(method.compressor, Identity) or not isinstance(method.aggregator, AllReduceMean)
+    if compressed and (not may_fall_back or sharing * chosen < 4 * dense / dense_bytes):
+        before = costs.segment + numel * costs.element
+        # In all exchanges of this package, a rank receives the same number of bytes that it sends.
+        after = costs.entry * chosen * _entries_per_byte(method.compressor, segment)
+        return sharing * chosen, method.aggregator.messages(workers), before, after
+    # In a ring, only one rank of a node sends to another node.
+    return dense, dense_messages, dense * costs.dense_byte, 0.0
 
 
 def matrices(numel: int) -> tuple[tuple[int, int], ...]:
@@ -237,10 +240,7 @@ def break_even_bandwidth(
 
     Args:
         method: the method to compare with dense training.
-        work: the model and its compute time.
-        workers: number of workers.
         link: provides the latency; its bandwidth is ignored.
-        costs: compute time of the method.
         baselines: bytes per element of the dense baselines.
         exchanged: as in `step`.
     """

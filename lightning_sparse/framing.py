@@ -58,7 +58,7 @@ def _write_header_(messages: Tensor, fingerprint: int | Tensor, status: Tensor, 
     words = words_on_host(messages)
     words[:, 0], words[:, 1] = int(fingerprint), int(status)
     words[:, -1] = INTACT - _weighted_sums(words.view(np.int32)[:, :-2])
-    if messages.is_cuda:
+    if messages.device.type != "cpu":
         messages.copy_(torch.from_numpy(words.view(np.uint8)).view(messages.shape))
 
 
@@ -105,7 +105,6 @@ def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[T
     """Return the tensors in messages of `seal` or `join`, as views.
 
     Args:
-        messages: the messages.
         like: tensors with the same row lengths and dtypes as the parts.
         start: offset of the first part in bytes; for `seal` it is `HEADER_BYTES`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 LINK, MESSAGE, CHOSEN = "link_mbit", "message_ms", "chosen_ms"
@@ -21,8 +22,9 @@ def table(folder: Path) -> str:
     for file in files:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})
         log.Reload()
-        tags = (tag for tag in log.Tags()["scalars"] if tag.startswith(("auto_ddp/", "auto_hsdp/")))
-        last = {tag.partition("/")[2]: log.Scalars(tag)[-1] for tag in tags}
+        # A logger with a prefix writes it before each name, and a hyphen.
+        tags = (re.fullmatch("(?:.*-)?auto_(?:ddp|hsdp)/(.*)", tag) for tag in log.Tags()["scalars"])
+        last = {tag[1]: log.Scalars(tag[0])[-1] for tag in tags if tag}
         if CHOSEN in last:
             step = last[CHOSEN].step
             return _text(file, step, {tag: event.value for tag, event in last.items() if event.step == step})

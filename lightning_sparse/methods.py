@@ -327,7 +327,6 @@ def resolve_updates(
     Args:
         given, density, own: as `given`, `density` and `options` of `resolve_method`.
         options: the user's options; if `density_warmup` is None, the default is used.
-        ranks: number of sending ranks.
     """
     chosen = resolve_method(given, density, **own)
     if not isinstance(given, str) or density is not None or chosen.update_rule is not None or not chosen.is_sparse:

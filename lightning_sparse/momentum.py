@@ -72,11 +72,9 @@ class SegmentMoments:
     """The moments of the parameters of one segment, after one step.
 
     Args:
-        segment: the segment.
         kind: the kind of the optimizer's moments.
         groups: the parameter group of each parameter, in the segment's order.
         states: the optimizer's state of each parameter; empty for a parameter that the optimizer has not stepped.
-        device: the device of the parameters.
         skipped: an fp32 scalar on the device: 1 if a gradient scaler made the optimizer skip the step, else 0. None if
             the optimizer took the step.
         dtype: the dtype of the weights.

@@ -55,8 +55,6 @@ class GradientCheck:
             grads: gradients by parameter name. If the step is skipped, they are filled with NaN, as a GradScaler
                 expects.
             unused: names of parameters without a gradient in this backward pass.
-            layout: layout of the parameters.
-            comm: connection to the other ranks.
             step: number of reductions so far; ranks compare it.
 
         Returns:

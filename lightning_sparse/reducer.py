@@ -88,10 +88,11 @@ class Reducer:
         gradient_check: loss scale, clipping and skipped steps.
         epoch: the present epoch, set from outside. Only a warm-up by epochs uses it.
         in_flight: whether an exchange of updates is pending, so that the state cannot be saved.
-        seconds: seconds per phase so far. "compensate", "aggregate" (selection and exchange; `comm.seconds` is the
-            exchange alone) and "write" (gradients and residual) are phases. "exposed" is the time that training waited
+        seconds: seconds per phase so far. "compensate", "select" (with packing and summing) and "write" (gradients and
+            residual) are phases; `comm.seconds` is the time of collectives. "exposed" is the time that training waited
             for the exchange.
         observers: the observers, which are called for every segment; empty in most steps.
+        segment_states: the state of all segments.
     """
 
     def __init__(
@@ -110,26 +111,26 @@ class Reducer:
         self.comm = comm
         self.step = self.epoch = 0
         self.in_flight = False
-        self.seconds = dict.fromkeys(("compensate", "aggregate", "write", "exposed"), 0.0)
+        self.seconds = dict.fromkeys(("compensate", "select", "write", "exposed"), 0.0)
         self.observers: list[Observer] = []
         self.routing: Routing
-        self._states = SegmentStates(self.method, exchanged)
+        self.segment_states = SegmentStates(self.method, exchanged)
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
 
     @property
     def captures(self) -> Captures:
         """The CUDA graphs of all segments."""
-        return self._states.captures
+        return self.segment_states.captures
 
     @property
     def exchanged(self) -> Exchanged:
         """The quantity that `reduce_` gets."""
-        return self._states.exchanged
+        return self.segment_states.exchanged
 
     @property
     def layout(self) -> Layout | None:
         """The partition of the parameters; None before `setup`."""
-        return self._states.layout
+        return self.segment_states.layout
 
     @property
     def skipped(self) -> int:
@@ -146,19 +147,7 @@ class Reducer:
     @property
     def states(self) -> list[State]:
         """The state of each segment."""
-        return self._states.by_segment
-
-    def takes_buckets(self, params: Mapping[str, Tensor]) -> None:
-        """Expect flat gradients in memory order, as in DDP's buckets; state is saved in each parameter's shape."""
-        self._states.take_memory_order(params)
-
-    def expect_later(self, names: Collection[str]) -> None:
-        """Keep loaded state of these other parameters for a later layout, and start missing state at zero.
-
-        Args:
-            names: the model's parameters that are not exchanged, because they are frozen for example.
-        """
-        self._states.later = names
+        return self.segment_states.by_segment
 
     def setup(self, params: Mapping[str, Tensor], group_of: Mapping[str, int] | None = None) -> None:
         """Lay out the state for these parameters (or gradients), given in registration order; see `Layout.of`.
@@ -179,7 +168,7 @@ class Reducer:
         )
         self.routing = Routing(self.method, self.comm, layout, [param.dtype for param in params.values()])
         self._deferred.clear()
-        self._states.allocate(layout, next(iter(params.values())).device)
+        self.segment_states.allocate(layout, next(iter(params.values())).device)
 
     @torch.no_grad()
     def reduce_(self, grads: dict[str, Tensor]) -> None:
@@ -271,7 +260,7 @@ class Reducer:
         )
         masked = []
         if unused:
-            masked = self._states.mask_unused(segment, unused)
+            masked = self.segment_states.mask_unused(segment, unused)
             torch._foreach_zero_([grad for name, grad in zip(segment.names, grads, strict=True) if name in unused])
         for observer in observers:
             observer.gradients(grads, ctx)
@@ -279,7 +268,7 @@ class Reducer:
             u = self.method.memory.compensate(grads, ctx)
         for observer in observers:
             observer.compensated(u, ctx)
-        in_sync, kind = self.routing.in_sync(segment, aggregator), self.exchanged
+        in_sync, kind = self.routing.last.get(segment.index) is aggregator, self.exchanged
         fingerprint = self.routing.fingerprint(ctx, in_sync)
         exchange = Exchange(self.comm, ctx, fingerprint, device=u.device, in_sync=in_sync, exchanged=kind)
         return PendingExchange(u, grads, compressor, aggregator, exchange, masked, observers)
@@ -295,16 +284,19 @@ class Reducer:
     def compress(self, pending: PendingExchange) -> Update:
         """Compress before `finish`, and return the part of u that this rank sends."""
         exchange = pending.exchange
-        exchange.precompressed = exchange.compress(pending.u, pending.compressor)
+        with timed(self.seconds, "select"):
+            exchange.precompressed = exchange.compress(pending.u, pending.compressor)
         return exchange.precompressed[1]
 
     def finish(self, pending: PendingExchange) -> Update:
         """Exchange, write the agreed result into the gradients, and keep the rest, see `reduce_segment_`."""
         u, grads, compressor, aggregator, exchange, masked, observers = pending
         ctx, memory = exchange.ctx, self.method.memory
-        with timed(self.seconds, "aggregate"):
+        communicated = self.comm.seconds
+        with timed(self.seconds, "select"):
             update, applied = aggregator(u, compressor, exchange, ctx)
             exchange.finish()
+        self.seconds["select"] -= self.comm.seconds - communicated
         self.routing.note_exchange(ctx.segment, aggregator)
         if exchange.deferred is not None:
             self._deferred.append((ctx.step, exchange.deferred))
@@ -344,13 +336,13 @@ class Reducer:
         """Drop all deferred checks. Ranks are no longer known to be in sync."""
         self._deferred.clear()
         if self.layout is not None:
-            self.routing.forget_exchanges()
+            self.routing.last.clear()
 
     def reset(self) -> None:
         """Return to the state after `setup`."""
         self.step = self.gradient_check.skipped = 0
         self._forget_exchanges()
-        self._states.clear()
+        self.segment_states.clear()
 
     def finish_step(self) -> None:
         """Count a step. Call it after all segments have been reduced."""
@@ -375,7 +367,7 @@ class Reducer:
         """
         self._check_idle("state_dict")
         self.raise_deferred()
-        own = self._states.state_dict()
+        own = self.segment_states.state_dict()
         return {"rank": self.comm.rank, "size": self.comm.size, "step": self.step, "skipped": self.skipped, **own}
 
     def _check_idle(self, caller: str) -> None:
@@ -396,7 +388,7 @@ class Reducer:
         """
         self._check_idle("load_state_dict")
         check_header(state, self.comm.rank, self.comm.size)
-        self._states.load(state)
+        self.segment_states.load(state)
         self._forget_exchanges()
         self.step, self.gradient_check.skipped = int(state["step"]), int(state["skipped"])
 

@@ -72,7 +72,6 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, *finis
 
     Args:
         path: absolute path of the checkpoint, the same on all ranks.
-        model: the model.
         exchange: the exchange of its updates; none is pending.
         *finish: functions that get the entry of the checkpoint about its files, and complete the checkpoint in turn. If
             one fails on a rank, no rank calls the next one.

@@ -28,29 +28,27 @@ class Routing:
     It counts the bytes that a rank sends, without counts and headers.
 
     Args:
-        method: the compression method.
         comm: this rank's connection to the other ranks.
-        layout: the partition of the parameters.
         dtypes: their dtypes, which ranks compare.
 
     Attributes:
         others: a digest of further settings that must be equal on all ranks in each exchange.
+        last: the aggregator of each segment's last exchange, by the segment's index. Ranks are in sync if it is that of
+            the present exchange.
+        dense_bytes: the bytes that dense averages of all exchanged segments would have sent so far.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
         self._method, self._comm, self._segments = method, comm, layout.segments
         self._settings = hashlib.sha256(repr((method, layout.digest, dtypes)).encode()).hexdigest()  # short
         self.others = 0
+        self.dense_bytes = 0.0
         self._logged: set[float | None] = set()
-        self._last: dict[int, Aggregator[Any]] = {}  # segment to the aggregator of its last exchange
+        self.last: dict[int, Aggregator[Any]] = {}
 
     def parts(self, segment: Segment, density: float | None) -> Parts:
         """Return the compressor and the aggregator of a segment at the given density."""
         return (self._method.compressor, self._method.aggregator) if self._pays(segment, density) else DENSE
-
-    def in_sync(self, segment: Segment, aggregator: Aggregator[Any]) -> bool:
-        """Return whether ranks are in sync: the same aggregator has exchanged this segment the last time."""
-        return self._last.get(segment.index) is aggregator
 
     def fingerprint(self, ctx: Context, in_sync: bool) -> int:
         """Return a checksum of settings and counters, which must be equal on all ranks in each exchange."""
@@ -59,11 +57,8 @@ class Routing:
 
     def note_exchange(self, segment: Segment, aggregator: Aggregator[Any]) -> None:
         """Record that the aggregator has exchanged the segment."""
-        self._last[segment.index] = aggregator
-
-    def forget_exchanges(self) -> None:
-        """Forget all exchanges, so that ranks are not known to be in sync."""
-        self._last.clear()
+        self.last[segment.index] = aggregator
+        self.dense_bytes += self._dense_nbytes(segment)
 
     def dense_segments(self, density: float | None) -> list[Segment]:
         """Return the segments that fall back to dense at the given density."""

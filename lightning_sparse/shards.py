@@ -205,7 +205,6 @@ def load_optimizer(optimizer: Optimizer, state_dict: Mapping[str, Any], before: 
     """Load an optimizer's state whose tensors are on the host. Of sharded parameters, it has this rank's part.
 
     Args:
-        optimizer: the optimizer.
         state_dict: its state. Tensors keep their dtypes, unless `before` has them.
         before: by number, the dtypes of parameters that have another dtype now. States of these dtypes get the new one.
     """

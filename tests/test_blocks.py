@@ -205,3 +205,26 @@ def test_two_segments_together_are_both_joined(bits, kernels, use):
             assert torch.equal(found, torch.cat(expected))
         assert torch.equal(update, torch.cat([x for _, x in each]))
         assert torch.equal(made.decode(payload, Context(joined(parts))), update)
+
+
+@pytest.mark.parametrize("kernels", ["torch", *EITHER])
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_zeros_and_of_denormals_stay_finite(bits, flushes, kernels, use):
+    use(kernels)
+    u = torch.cat(
+        [
+            torch.zeros(64),
+            torch.full((64,), 1e-40),
+            torch.full((64,), 2.0**-149),
+            torch.full((64,), 2.0 ** (bits - 1) - 1),
+        ]
+    )
+    try:
+        torch.set_flush_denormal(flushes)
+        (scales, codes, _), update = Blocks(bits).compress(u, context((4, 64)))
+    finally:
+        torch.set_flush_denormal(False)
+    assert scales.isfinite().all()
+    assert (update - u).abs().max() <= 1e-40  # also of those values that an operation has flushed
+    assert codes.view(4, -1)[0].unique().numel() == 1

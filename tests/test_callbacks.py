@@ -4,8 +4,10 @@ import itertools
 import logging.handlers
 import math
 import re
+import time
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import lightning.pytorch
 import numpy as np
@@ -18,12 +20,13 @@ from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, method, simulate
+from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, logged, method, simulate
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.base import _TimedObserver
 from lightning_sparse.callbacks.communication_monitor import _Norms
 from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
 from lightning_sparse.compressors import Compressor, Sparsifier, TopK
+from lightning_sparse.memory import Residual
 from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
 from tests.support.tiers import one_in, tiers
@@ -146,7 +149,7 @@ def observe(callback, of, grads, *, steps=1, **options):
 def contraction(of, grads, per_layer=False, **options):
     callback = ContractionRatio(per_layer)
     ((seen, _),) = observe(callback, of, grads, **options)
-    found = callback.report(seen, None, None, [], 0)
+    found = callback.report(seen, None, 0)
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
@@ -200,7 +203,7 @@ def test_distributions_of_gradient_residual_and_sum(granularity, per_layer):
     callback = GradientDistribution(per_layer)
     _, (seen, _) = observe(callback, method("topk", density=0.5), grads, steps=2, granularity=granularity)
     # The first step sends 4 and 2 and keeps the rest, so u is 4, -2, 2, 0 in the second.
-    found = callback.report(seen, None, None, [], 0)
+    found = callback.report(seen, SimpleNamespace(loggers=[]), 0)
     assert found["distribution/g_mean"] == 5 / 4
     assert found["distribution/e_mean"] == -1 / 4
     assert found["distribution/u_mean"] == 1
@@ -424,6 +427,110 @@ def test_bytes_are_exact_on_two_ranks(tmp_path):
     assert f"{elements:,} parameters in 1 segment" in line
     assert f"dense fp32 {4 * elements:,}" in line
     assert not second["said"]
+
+
+class TwoOptimizers(Net):
+    """Steps an optimizer for each half of the parameters."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        params = [*self.parameters()]
+        return [torch.optim.AdamW(half, 0.01) for half in (params[:2], params[2:])]
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def test_savings_with_several_optimizers_are_those_of_all_their_steps(tmp_path):
+    strategy = lambda: SparseDDPStrategy("topk", density=0.05, exchange="update", broadcast_buffers=False)  # noqa: E731
+    first, _ = fit(tmp_path, [CommunicationMonitor()], net=TwoOptimizers, strategy=strategy, size=2, batches=6)
+    found, _ = events(tmp_path / "tensorboard")
+    # Two ranks would send 4 bytes of each gradient, once in a batch.
+    dense = 4 * sum(param.numel() for param in Net().parameters())
+    times = found.Scalars("communication/times_fewer_than_fp32")[-1].value
+    assert times == pytest.approx(dense / (first["sent"] / 6))
+    assert found.Scalars("communication/bytes_per_step")[-1].value == pytest.approx(first["sent"] / 12)
+
+
+@pytest.mark.parametrize("name", ["topk", "gtopk", "scalecom"])
+def test_bounds_are_logged_if_all_sent_entries_are_in_the_result_and_ranks_choose_them(name, tmp_path):
+    callbacks = [ContractionRatio(), GradientDistribution()]
+    fit(tmp_path, callbacks, strategy=lambda: SparseDDPStrategy(name, density=0.05), size=2)
+    found, tags = events(tmp_path / "tensorboard")
+    assert {"contraction/measured", "distribution/u_std"} <= {*tags["scalars"]}
+    layout = found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0].decode(errors="ignore")
+    for tag in ("contraction/bound_any_u", "contraction/bound_bell_shaped_u", "distribution/threshold_sent"):
+        assert (tag in tags["scalars"]) == (tag.split("/")[1] in layout) == (name == "topk"), tag
+
+
+def test_charts_and_advise_find_the_names_of_a_logger_with_a_prefix(tmp_path):
+    def rank(rank):
+        logger = TensorBoardLogger(tmp_path, name="", version="", prefix="mine")
+        trained = trainer(
+            SparseDDPStrategy("topk", density=0.05),
+            2,
+            callbacks=[CommunicationMonitor()],
+            logger=logger,
+            log_every_n_steps=3,
+            default_root_dir=tmp_path,
+        )
+        trained.fit(Net(), Loader(rank, 2, 6))
+        values = {"topk_ms": 2.0, "chosen_ms": 2.0, "link_mbit": 100.0, "message_ms": 1.0}
+        logger.log_metrics({f"auto_ddp/{name}": value for name, value in values.items()}, 60)
+
+    lightning_ranks(2, rank)
+    found, tags = events(tmp_path)
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    patterns = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+    assert patterns
+    for pattern in patterns:
+        assert any(re.match(pattern, tag) for tag in tags["scalars"]), pattern
+    assert re.search(r"topk +2\.0  trains", logged.table(tmp_path))
+
+
+@dataclass(frozen=True)
+class SlowTopK(TopK):
+    """Takes at least 30 ms to select entries, and 30 ms to add the entries of all ranks."""
+
+    def choose(self, u, k, ctx):
+        time.sleep(0.03)
+        return super().choose(u, k, ctx)
+
+    def mean(self, payloads, ctx):
+        time.sleep(0.03)
+        return super().mean(payloads, ctx)
+
+
+def test_seconds_of_an_exchange_that_overlaps_the_next_step_are_those_of_all_steps(tmp_path):
+    """Every second step logs, while its exchange has just begun."""
+
+    def strategy():
+        return SparseDDPStrategy(Method(SlowTopK(0.05), Residual()), exchange="update", overlap="next_step")
+
+    options = {"log_every_n_steps": 2, "batches": 8}
+    fit(tmp_path, [CommunicationMonitor()], net=lambda: Net(torch.optim.AdamW), strategy=strategy, size=2, **options)
+    found, _ = events(tmp_path / "tensorboard")
+    assert [event.value for event in found.Scalars("seconds/select") if event.value < 0.06] == []
+
+
+def test_seconds_of_the_selection_have_no_collectives():
+    """In the agreement on a step, ranks wait for the slowest one."""
+
+    def rank(comm):
+        reducer = Reducer(Method(SlowTopK(0.5), Residual()), comm, clip_norm=1.0)
+        time.sleep(0.2 * comm.rank)
+        reducer.reduce_({"a": torch.ones(8)})
+        return reducer.seconds["select"], comm.seconds
+
+    (select, communicated), _ = simulate(2, rank)
+    assert communicated > 0.15
+    assert 0.06 <= select < communicated
 
 
 def test_accumulated_batches_log_like_lightning(tmp_path):

@@ -244,6 +244,22 @@ def test_break_even_bandwidth():
     assert break_even_bandwidth(method("gtopk"), work, 16, Link(1e9, latency=0), Costs(), [4]) > 1e10
 
 
+def test_equal_segments_are_computed_once():
+    computed = []
+
+    @dataclass(frozen=True)
+    class Counts(TopK):
+        def nbytes(self, segment, density):
+            computed.append(segment.numel)
+            return super().nbytes(segment, density)
+
+    work = Workload.even(1_000_000_001, 0.1, 0.2)
+    found = step(Method(Counts(), Residual()), work, 4, Link(1e9), Costs(element=1e-9))
+    assert len({*computed}) == 2 < len(work.segments)
+    assert len(computed) < 10
+    assert found == step(method("topk"), work, 4, Link(1e9), Costs(element=1e-9))
+
+
 def test_segments_are_even():
     work = Workload.even(10_000_001, 0.1, 0.2)
     assert sum(work.segments) == 10_000_001
@@ -331,6 +347,16 @@ def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
     assert re.search(r"^With overlap='next_step' topk would take 1[0-5]\d\d(\.\d)? ms a step", of_four, re.MULTILINE)
     assert "next_step" not in table(capsys, *far)  # eight workers trained less well with it
     assert "next_step" not in table(capsys, "--bandwidth", "1Gbit", "--backward", "1", "--workers", "4")
+
+
+def test_advise_does_not_say_that_a_density_by_hand_trained_as_well(capsys, monkeypatch):
+    monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "int4")})
+    slow = "--bandwidth", "1Mbit", "--backward", "0.1", "--workers", "4"
+    assert re.search(r"^topk takes \d+% of the time of .* trained as well", table(capsys, *slow), re.M)
+    by_hand = table(capsys, *slow, "--density", "0.0001")
+    assert re.search(r"^topk .*\(not seen to train as dense\)", by_hand, re.M)
+    assert re.search(r"^int4 takes \d+% of the time of .* trained as well", by_hand, re.M)
+    assert "next_step" not in by_hand
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):

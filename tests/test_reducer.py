@@ -376,6 +376,19 @@ def test_a_sparse_gradient_is_refused_before_anybody_looks_ahead():
     simulate(2, rank)
 
 
+def test_an_expanded_gradient_is_refused_before_anything_is_kept():
+    def rank(comm: Comm) -> None:
+        reducer = Reducer(method("topk", density=0.25), comm)
+        reducer.reduce_({"w": torch.arange(4.0)})
+        before = reducer.state_dict()["elements"]["residual"]["w"]
+        with pytest.raises(TypeError, match="gradient of 'w' is expanded, so nothing can be written to it"):
+            reducer.reduce_({"w": torch.ones(1).expand(4)})
+        assert torch.equal(reducer.state_dict()["elements"]["residual"]["w"], before)
+        reducer.reduce_({"w": torch.arange(8.0)[::2]})  # not contiguous, but each element has memory
+
+    simulate(1, rank)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_local_clipping_happens_before_anything_is_kept(scale):
     def rank(comm: Comm) -> tuple[list[float], list[float]]:

@@ -34,6 +34,9 @@ class Aggregator(abc.ABC, Generic[C]):
     shards_segment: bool = False
     """Whether ranks divide a segment among them. If so, the compressor cannot use statistics of the whole `u`."""
 
+    rounds: int = 1
+    """Number of times that a rank sends a message to each other rank, one after the other."""
+
     ranks_per_link: int = 1
     """Number of ranks that share a network card and divide a segment among them."""
 
@@ -55,9 +58,9 @@ class Aggregator(abc.ABC, Generic[C]):
     def nbytes(self, compressor: C, segment: Segment, density: float | None, size: int) -> float:
         """Return the number of bytes that a rank sends for a segment with `size` ranks, without counts and headers."""
 
-    @abc.abstractmethod
     def messages(self, size: int) -> int:
         """Return the number of consecutive messages in a segment's exchange with `size` ranks."""
+        return self.rounds * (size - 1)
 
     def capacity(self, compressor: C, numel: int, density: float | None, size: int) -> int:
         """Return the largest number of entries in the result of `numel` elements with `size` ranks, if it is sparse."""

@@ -27,15 +27,12 @@ class Mean(Aggregator[Compressor]):
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return compressor.nbytes(segment, density) * (size - 1)
 
-    def messages(self, size: int) -> int:
-        return size - 1
-
 
 @dataclass(frozen=True)
 class AllReduceMean(Aggregator[Compressor]):
     """Mean by all-reduce of the values, if all ranks send the same indices, or all entries."""
 
-    applies_all_sent = True
+    applies_all_sent, rounds = True, 3
 
     def __call__(self, u: Tensor, compressor: Compressor, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         _, applied = exchange.compress(u, compressor)
@@ -49,9 +46,6 @@ class AllReduceMean(Aggregator[Compressor]):
 
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         return 2 * compressor.nbytes(segment, density) * (size - 1) / size
-
-    def messages(self, size: int) -> int:
-        return 3 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return compressor.summable

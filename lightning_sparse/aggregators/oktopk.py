@@ -39,6 +39,7 @@ class OkTopK(Aggregator[Sparsifier]):
 
     refresh: int = 64
 
+    rounds = 3
     state = (StateSpec("boundaries", per="segment", resize="replicate"),)
 
     def __post_init__(self) -> None:
@@ -101,9 +102,6 @@ class OkTopK(Aggregator[Sparsifier]):
     def nbytes(self, compressor: Sparsifier, segment: Segment, density: float | None, size: int) -> float:
         capacities = _capacities(compressor.count(segment.numel, density), size)
         return (size - 1) * sum(compressor.encoding.nbytes(segment.numel, capacity) for capacity in capacities)
-
-    def messages(self, size: int) -> int:
-        return 3 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return sends_entries(compressor)

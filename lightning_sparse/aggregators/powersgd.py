@@ -34,6 +34,8 @@ class PowerSGD(Aggregator[LowRank]):
     cuSOLVER and products with cuBLAS.
     """
 
+    rounds = 5  # headers, and two rings of all-reduce
+
     def __call__(self, u: Tensor, compressor: LowRank, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         products, exact = compressor.left_products(u, ctx)
         exchange.check_finite(u, products, exact)
@@ -51,9 +53,6 @@ class PowerSGD(Aggregator[LowRank]):
 
     def nbytes(self, compressor: LowRank, segment: Segment, density: float | None, size: int) -> float:
         return 2 * compressor.nbytes(segment, density) * (size - 1) / size
-
-    def messages(self, size: int) -> int:
-        return 5 * (size - 1)  # headers, and two rings of all-reduce
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, LowRank)

@@ -134,7 +134,6 @@ def _dense(
         update: result for the part.
         applied: the part of `mean` that went into the result.
         intra: exchange between the ranks of the node.
-        segment: the whole segment.
     """
     parts = cut(segment, intra.size)
     part = parts[intra.rank]

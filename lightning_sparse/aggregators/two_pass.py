@@ -45,6 +45,7 @@ class TwoPass(Aggregator[Compressor]):
 
     second: float = 1.0
 
+    rounds = 2
     shards_segment = True
 
     def __post_init__(self) -> None:
@@ -91,9 +92,6 @@ class TwoPass(Aggregator[Compressor]):
     def nbytes(self, compressor: Compressor, segment: Segment, density: float | None, size: int) -> float:
         passes = (density, self._second(density))
         return (size - 1) * sum(_most_bytes(compressor, segment, each, size) for each in passes)
-
-    def messages(self, size: int) -> int:
-        return 2 * (size - 1)
 
     def capacity(self, compressor: Compressor, numel: int, density: float | None, size: int) -> int:
         assert isinstance(compressor, Sparsifier)

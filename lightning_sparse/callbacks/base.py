@@ -2,7 +2,8 @@
 
 On a logging step, a callback adds an observer to the reducer before the backward pass and removes it after the step.
 All other steps cost one comparison. If ranks take several steps between exchanges, the callback observes the next
-exchange. All logged values describe rank 0: its gradient, its residual, its payload. So logging needs no collective.
+exchange. If a batch has several exchanges, for example of several optimizers, it observes the last one.
+All logged values describe rank 0: its gradient, its residual, its payload. So logging needs no collective.
 Rank 0 represents the others, because the data of all ranks have the same distribution.
 """
 
@@ -33,7 +34,6 @@ from lightning_sparse.strategies.trainer import TrainerCalls
 if TYPE_CHECKING:
     import pytorch_lightning as pl
     from pytorch_lightning import Callback
-    from torch.utils.tensorboard import SummaryWriter
 else:
     # A Trainer accepts only callbacks of its own namespace, so this package's callbacks derive from both.
     _bases = tuple(import_module(name).Callback for name in INSTALLED)
@@ -69,14 +69,11 @@ class StepCallback(Callback, abc.ABC):
         """Return a new observer for one reduction."""
 
     @abc.abstractmethod
-    def report(
-        self, seen: Any, trainer: Trainer, pl_module: pl.LightningModule, writers: list[SummaryWriter], step: int
-    ) -> dict[str, float]:
+    def report(self, seen: Any, trainer: Trainer, step: int) -> dict[str, float]:
         """Write histograms to TensorBoard, and return the scalars to log.
 
         Args:
             seen: observer of the step's last reduction; None if other code averaged the gradients.
-            writers: writers of all TensorBoard loggers.
             step: step number under which Lightning logs.
         """
 
@@ -105,7 +102,7 @@ class StepCallback(Callback, abc.ABC):
             layout: dict[str, dict[str, list[Any]]] = {}
             for callback in mine:
                 for title, tags in callback.charts(reducer).items():
-                    patterns = [f"^{re.escape(tag)}$" for tag in tags]
+                    patterns = [f"^(.*-)?{re.escape(tag)}$" for tag in tags]  # with the logger's prefix, if it has one
                     layout.setdefault(callback.category, {})[title] = ["Multiline", patterns]
             for writer in summary_writers(trainer.loggers):
                 writer.add_custom_scalars(layout)
@@ -130,7 +127,7 @@ class StepCallback(Callback, abc.ABC):
             return
         if self._timed_observer is not None:
             if trainer.strategy.reducer.method.local_steps > 1:
-                self._report_observed(trainer, pl_module)  # validation or a checkpoint caused the exchange
+                self._report_observed(trainer)  # validation or a checkpoint caused the exchange
             else:
                 self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
         # This is Lightning's own condition for logging; it is known before the batch runs.
@@ -147,14 +144,14 @@ class StepCallback(Callback, abc.ABC):
         self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._timed_observer is not None and not self._waits_for_an_exchange(trainer):
-            self._report_observed(trainer, pl_module)
+            self._report_observed(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         self.has_bar = False
         if self._timed_observer is not None:
-            self._report_observed(trainer, pl_module)  # the last exchange comes after the last batch
+            self._report_observed(trainer)  # the last exchange comes after the last batch
 
-    def _report_observed(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def _report_observed(self, trainer: Trainer) -> None:
         watch, started = self._timed_observer, time.perf_counter()
         assert watch is not None
         succeeded = trainer.strategy.wait_for_exchange()  # the exchange calls the observers in its thread
@@ -162,7 +159,7 @@ class StepCallback(Callback, abc.ABC):
         if not succeeded or (watch.observer is None and not self.counts):
             return  # the next exchange raises the error; or there was no backward pass, or a skipped step
         step = steps_taken(trainer)
-        scalars = self.report(watch.observer, trainer, pl_module, summary_writers(trainer.loggers), step)
+        scalars = self.report(watch.observer, trainer, step)
         if not scalars:
             return
         cost = watch.seconds + time.perf_counter() - started

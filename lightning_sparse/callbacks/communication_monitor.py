@@ -19,7 +19,6 @@ from lightning_sparse.reducer import Reducer
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-    from torch.utils.tensorboard import SummaryWriter
 
 GROWING = 5
 """Number of consecutive logging steps on which the residual must grow before a warning."""
@@ -36,11 +35,13 @@ class CommunicationMonitor(StepCallback):
     All values describe rank 0. On each logging step, the callback logs:
 
     - `communication/bytes_per_step`: exact mean over the steps since the last log; and `bytes_total`: sum since
-      training began, including the runs before a resume;
+      training began, including the runs before a resume. If several optimizers exchange updates, the steps of each
+      count;
     - `communication/times_fewer_than_fp32` and `_bf16`: the bytes of a ring all-reduce of dense gradients, divided by
       the bytes sent. With P ranks the all-reduce sends 2(P − 1)/P times the gradients' size;
-    - `communication/density`: entries sent divided by all entries, for methods that choose entries. It is 1 while
-      `auto_ddp` lets DDP average gradients, and the following values are then missing;
+    - `communication/density`: the part of rank 0's entries that is in the result, for methods that choose entries.
+      With most methods these are the sent entries. `gtopk`, `oktopk` and `doublesqueeze` choose again among them. It
+      is 1 while `auto_ddp` lets DDP average gradients, and the following values are then missing;
     - `residual/norm`, `residual/gradient_norm` and their ratio. A warning is given once if the residual grows beyond
       the bound of error feedback (see below);
     - `communication/drift`, if ranks take several steps between exchanges: the distance of rank 0's weights from the
@@ -115,19 +116,13 @@ class CommunicationMonitor(StepCallback):
             self._first = self._last.sent
         self._comm = reducer.comm  # a new one if the strategy has chosen another exchange
         if self._timed_observer is not None:
+            trainer.strategy.wait_for_exchange()  # that of the step before counts, in seconds as in steps
             self._step_began = _Totals.of(trainer)
 
     def observer(self, reducer: Reducer) -> Observer:
         return _Norms(drifts=reducer.method.local_steps > 1)
 
-    def report(
-        self,
-        seen: _Norms | None,
-        trainer: Trainer,
-        pl_module: pl.LightningModule,
-        writers: list[SummaryWriter],
-        step: int,
-    ) -> dict[str, float]:
+    def report(self, seen: _Norms | None, trainer: Trainer, step: int) -> dict[str, float]:
         reducer: Reducer = trainer.strategy.reducer
         last, began, now = self._last, self._step_began, _Totals.of(trainer)
         assert last is not None
@@ -135,23 +130,27 @@ class CommunicationMonitor(StepCallback):
         if now.exchanges == began.exchanges:
             return {}  # no step, or one without an exchange
         self._last = now
-        per_step = (now.sent - last.sent) / (now.steps - last.steps)
+        sent, steps = now.sent - last.sent, now.steps - last.steps
         scalars = {
-            "communication/bytes_per_step": per_step,
+            "communication/bytes_per_step": sent / steps,
             "communication/bytes_total": self._total(),
         }
         if seen is not None or not reducer.method.compresses:  # else `auto_ddp` has just switched
             scalars["communication/density"] = 1.0 if seen is None else seen.density
-        if per_step > 0:
-            scalars["communication/times_fewer_than_fp32"] = reducer.routing.dense_nbytes / per_step
-            scalars["communication/times_fewer_than_bf16"] = reducer.routing.dense_nbytes / 2 / per_step
+        if sent > 0:
+            # Gradients would be averaged in each local step.
+            dense = (now.dense - last.dense) * steps / (now.exchanges - last.exchanges)
+            scalars["communication/times_fewer_than_fp32"] = dense / sent
+            scalars["communication/times_fewer_than_bf16"] = dense / 2 / sent
         if seen is not None:
             scalars |= self._norms_of(seen, step)
             # Observing slows down logging steps, so the means exclude them if there are other steps.
             scalars |= (began if began.exchanges > last.exchanges else now).seconds_since(last)
         for name, tag in BAR.items():
             if self.has_bar and math.isfinite(value := scalars.get(tag, math.nan)):
-                pl_module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+                trainer.lightning_module.log(
+                    name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1
+                )
         return scalars
 
     def _norms_of(self, seen: _Norms, step: int) -> dict[str, float]:
@@ -190,6 +189,7 @@ class _Totals:
     steps: int
     exchanges: int
     sent: int
+    dense: float
     seconds: dict[str, float]
 
     @staticmethod
@@ -198,21 +198,15 @@ class _Totals:
         # Validation or a checkpoint may cause an exchange before `local_steps` steps are complete.
         steps = trainer.strategy.exchanger.steps_taken if reducer.method.local_steps > 1 else reducer.step
         seconds = {**reducer.seconds, "exchange": reducer.comm.seconds}
-        return _Totals(steps, reducer.step, reducer.comm.sent_bytes, seconds)
+        return _Totals(steps, reducer.step, reducer.comm.sent_bytes, reducer.routing.dense_bytes, seconds)
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps
         spent = {phase: (self.seconds[phase] - before.seconds[phase]) / steps for phase in self.seconds}
-        # Selection is aggregation minus the exchange. Clock resolution may make the difference negative.
-        phases = (
-            spent["compensate"],
-            max(0.0, spent["aggregate"] - spent["exchange"]),
-            spent["exchange"],
-            spent["write"],
-        )
-        scalars = {f"seconds/{phase}": value for phase, value in zip(PHASES, phases, strict=True)}
-        if sum(phases) > 0:
-            scalars["seconds/hidden_share"] = max(0.0, 1 - spent["exposed"] / sum(phases))
+        exposed, spent["decode"] = spent.pop("exposed"), spent.pop("write")
+        scalars = {f"seconds/{phase}": spent[phase] for phase in PHASES}
+        if total := sum(spent.values()):
+            scalars["seconds/hidden_share"] = max(0.0, 1 - exposed / total)
         return scalars
 
 

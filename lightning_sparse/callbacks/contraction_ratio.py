@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +17,14 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.observer import Observer
 from lightning_sparse.reducer import Reducer
 
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-    from torch.utils.tensorboard import SummaryWriter
-
 SERIES = ("measured", "bound_any_u", "bound_bell_shaped_u")
 
 
 class ContractionRatio(StepCallback):
     """Logs ‖u − C(u)‖² / ‖u‖² on logging steps: the share of u = g + e that a step leaves in the residual.
 
-    C(u) is the part of rank 0's u that went into the result. For the k of d entries actually sent, the callback also
-    logs two bounds:
+    C(u) is the part of rank 0's u that went into the result. If ranks send the k entries that they choose, and all of
+    them go into the result, the callback also logs two bounds:
 
     - `bound_any_u`, 1 − k/d: the largest possible share if the k largest entries are sent, and the mean share if k
       random entries are sent;
@@ -50,34 +45,30 @@ class ContractionRatio(StepCallback):
         self.per_layer = per_layer
 
     def charts(self, reducer: Reducer) -> Charts:
-        charts = {"Whole model: measured ≤ (1 − k/d)² if u is bell-shaped, ≤ 1 − k/d always": _tags("contraction")}
+        has_bounds = reducer.method.aggregator.applies_all_sent
+        bounds = ": measured ≤ (1 − k/d)² if u is bell-shaped, ≤ 1 − k/d always" * has_bounds
+        charts = {f"Whole model{bounds}": _tags("contraction", has_bounds)}
         if self.per_layer and reducer.layout is not None:
-            charts |= {name: _tags(f"layers/{name}/contraction") for name in reversed(reducer.layout.names)}
+            names = reversed(reducer.layout.names)
+            charts |= {name: _tags(f"layers/{name}/contraction", has_bounds) for name in names}
         return charts
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Losses(self.per_layer)
+        return _Losses(self.per_layer, reducer.method.aggregator.applies_all_sent)
 
-    def report(
-        self,
-        seen: _Losses,
-        trainer: Trainer,
-        pl_module: pl.LightningModule,
-        writers: list[SummaryWriter],
-        step: int,
-    ) -> dict[str, float]:
+    def report(self, seen: _Losses, trainer: Trainer, step: int) -> dict[str, float]:
         scalars: dict[str, float] = {}
         for name, (lost, total, sent, numel) in seen.sums.items():
-            tags = _tags("contraction" if name is None else f"layers/{name}/contraction")
+            tags = _tags("contraction" if name is None else f"layers/{name}/contraction", seen.has_bounds)
             kept = 1 - sent / max(numel, 1)
             # `lost` is a difference of sums, which rounding may make slightly negative.
             ratio = max(0.0, lost) / total if total > 0 else math.nan
-            scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=True))
+            scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=False))
         return scalars
 
 
-def _tags(prefix: str) -> list[str]:
-    return [f"{prefix}/{series}" for series in SERIES]
+def _tags(prefix: str, has_bounds: bool) -> list[str]:
+    return [f"{prefix}/{series}" for series in (SERIES if has_bounds else SERIES[:1])]
 
 
 class _Losses(Observer):
@@ -86,10 +77,11 @@ class _Losses(Observer):
     Attributes:
         sums: (Σ(u − C(u))², Σu², number of entries sent, number of elements) by parameter name, or by None for the
             model. The number of entries is NaN for methods that do not send entries.
+        has_bounds: whether all sent entries go into the result, so that their number has bounds.
     """
 
-    def __init__(self, per_layer: bool) -> None:
-        self.per_layer = per_layer
+    def __init__(self, per_layer: bool, has_bounds: bool) -> None:
+        self.per_layer, self.has_bounds = per_layer, has_bounds
         self.sums: dict[str | None, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
         self._squares: dict[int, list[Tensor]] = {}  # by segment: several may wait for their exchange
 

@@ -19,7 +19,6 @@ from lightning_sparse.strategies.summary import summary_writers
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-    from torch.utils.tensorboard import SummaryWriter
 
 QUANTITIES = {"g": "gradient g", "e": "residual e", "u": "u = g + e"}
 """Maps the letter used in the papers to the name in TensorBoard."""
@@ -42,7 +41,8 @@ class GradientDistribution(StepCallback):
     - the Kolmogorov-Smirnov distance, 0 to 1, of all elements to the normal distribution of equal mean and standard
       deviation. It is computed at the edges of bins with a relative width of 1/128, so it is within 0.003 of the exact
       distance;
-    - `threshold_sent`: the smallest |u| that was sent;
+    - `threshold_sent`: the smallest |u| that was sent, if ranks send the entries that they choose, and all of them go
+      into the result;
     - `threshold_if_normal`: the threshold that would select the same number of entries from a normal u. It is
       |mean| + z · std with z = Φ⁻¹(1 − k/2d) for k of d entries sent.
 
@@ -59,11 +59,10 @@ class GradientDistribution(StepCallback):
         self.per_layer = per_layer
 
     def charts(self, reducer: Reducer) -> Charts:
+        threshold = "Threshold: smallest |u| sent, and the threshold of a normal u at equal density"
+        tags = ["distribution/threshold_sent", "distribution/threshold_if_normal"]
         return {
-            "Threshold: smallest |u| sent, and the threshold of a normal u at equal density": [
-                "distribution/threshold_sent",
-                "distribution/threshold_if_normal",
-            ],
+            **({threshold: tags} if reducer.method.aggregator.applies_all_sent else {}),
             "Excess kurtosis of g, e, u: 0 if normal, more for heavier tails": [
                 f"distribution/{letter}_excess_kurtosis" for letter in QUANTITIES
             ],
@@ -87,16 +86,9 @@ class GradientDistribution(StepCallback):
             )
 
     def observer(self, reducer: Reducer) -> Observer:
-        return _Distributions(self.per_layer, reducer.exchanged)
+        return _Distributions(self.per_layer, reducer.exchanged, reducer.method.aggregator.applies_all_sent)
 
-    def report(
-        self,
-        seen: _Distributions,
-        trainer: Trainer,
-        pl_module: pl.LightningModule,
-        writers: list[SummaryWriter],
-        step: int,
-    ) -> dict[str, float]:
+    def report(self, seen: _Distributions, trainer: Trainer, step: int) -> dict[str, float]:
         scalars: dict[str, float] = {}
         quantities = QUANTITIES | {"g": f"{seen.exchanged} g"}
         wholes = {letter: distribution.summary() for letter, distribution in seen.wholes.items()}
@@ -105,7 +97,7 @@ class GradientDistribution(StepCallback):
             if summary is None:
                 continue
             prefix = "distribution" if name is None else f"layers/{name}"
-            for writer in writers:
+            for writer in summary_writers(trainer.loggers):
                 summary.write(writer, f"{prefix}/{quantities[letter]}", step)
                 if name is None and summary.std > 0:
                     summary.standardised().write(writer, f"{prefix}_in_stds/{quantities[letter]}", step)
@@ -129,8 +121,8 @@ class _Distributions(Observer):
         thresholds: (smallest |u| sent, number of entries sent) by parameter name, or by None for the model.
     """
 
-    def __init__(self, per_layer: bool, exchanged: str) -> None:
-        self.per_layer, self.exchanged = per_layer, exchanged
+    def __init__(self, per_layer: bool, exchanged: str, has_thresholds: bool) -> None:
+        self.per_layer, self.exchanged, self._has_thresholds = per_layer, exchanged, has_thresholds
         self.wholes: dict[str, Distribution] = {}
         self.layers: dict[tuple[str | None, str], Summary | None] = {}
         self.thresholds: dict[str | None, tuple[float, int]] = {}
@@ -144,7 +136,7 @@ class _Distributions(Observer):
         self._add_segment("u", ctx.segment, u)
 
     def aggregated(self, u: Tensor, applied: Update, ctx: Context) -> None:
-        if not isinstance(applied, Entries):
+        if not (self._has_thresholds and isinstance(applied, Entries)):
             return
         segment = ctx.segment
         indices = drop_padding(applied, segment.numel).indices

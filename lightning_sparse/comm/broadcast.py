@@ -22,7 +22,6 @@ def broadcast(comm: Comm, tensors: Sequence[Tensor], device: torch.device) -> No
     """Overwrite tensors with rank 0's, in one message for all dtypes.
 
     Args:
-        comm: connection to the other ranks.
         tensors: tensors to overwrite; all ranks pass equal shapes and dtypes.
         device: device of the message, one that `comm` can send from.
     """

@@ -63,7 +63,6 @@ class Handshake:
     Args:
         store: a clone of the process group's store, so that its waits block no other client.
         group: name of the process group, equal on all its ranks.
-        rank: this rank.
         ranks: all ranks of the group; the first is the leader.
         timeout: time to wait for the slowest rank.
         has_ended: returns whether a rank's connections are closed, or None if this is unknown.

@@ -21,7 +21,6 @@ def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None)
     """Measure the link of the slowest rank; all ranks call it. It takes a second at most, over 1 Mbit/s four.
 
     Args:
-        comm: connection to the other ranks.
         device: device of the messages.
         everyone: connection to the ranks of all groups that measure at the same time, because they share the link.
             None: there is one group.
@@ -53,7 +52,6 @@ def speed_up(
     """Measure the factor by which the link is faster than before, by one all-reduce. All ranks call it.
 
     Args:
-        comm: connection to the other ranks.
         device: device of the message.
         bandwidth: bandwidth in bytes per second, as it was measured before.
         latency: seconds of a message without its bytes, as they were measured before.

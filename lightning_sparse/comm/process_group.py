@@ -107,10 +107,6 @@ class ProcessGroupComm(Comm):
         """Return why a collective failed, as far as this is known."""
         return self.peers.diagnose(self._counts["begun"])
 
-    def respond(self) -> None:
-        """Reply to a failed rank that polls its peers."""
-        self.peers.respond()
-
     def raise_if_peer_failed(self) -> None:
         """Raise RankFailure if a rank failed, or finished with fewer collective calls than this rank has started."""
         self.peers.raise_if_failed(self._counts["begun"])
@@ -118,7 +114,7 @@ class ProcessGroupComm(Comm):
     def poll(self) -> None:
         """Raise RankFailure if another rank has failed; reply to a failed rank that polls its peers."""
         self.raise_if_peer_failed()
-        self.respond()
+        self.peers.respond()
 
     def _over_gloo(self, x: Tensor) -> bool:
         return backend_name(self.group, x.device) == "gloo"
@@ -253,7 +249,6 @@ def call_in_thread(fn: Callable[[], T], poll: Callable[[], None], discard: Calla
     """Call `fn` in another thread and return its result. `fn` may block on peers that have ended.
 
     Args:
-        fn: function without arguments.
         poll: function that is called every POLL while `fn` runs; it may raise an error to stop waiting.
         discard: function that is called with the result if the result arrives after such an error.
     """

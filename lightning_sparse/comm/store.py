@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -86,11 +85,7 @@ def meet(store: BoundedStore, key: str, rank: int, size: int, text: str, seconds
     """Wait for all ranks; return their texts by rank, or None if one is late. The result is equal on all ranks.
 
     Args:
-        store: the store.
         key: start of the keys of this meeting. No other meeting uses it.
-        rank: this rank.
-        size: number of ranks.
-        text: text of this rank.
         seconds: time to wait for the other ranks.
     """
     with contextlib.suppress(StoreTimeout, dist.DistError):
@@ -102,26 +97,6 @@ def meet(store: BoundedStore, key: str, rank: int, size: int, text: str, seconds
         if store.get(f"{key}/decision") == b"together":
             return [store.get(each).decode() for each in keys]
     return None
-
-
-def inherit_thread_settings(stream: torch.cuda.Stream | None) -> Callable[[], None]:
-    """Return a function that gives a new thread the settings of this one.
-
-    The new thread records no autograd graph, even if backward runs with create_graph=True.
-
-    Args:
-        stream: CUDA stream of the new thread; None without CUDA.
-    """
-    threads = torch.get_num_threads()
-
-    def apply() -> None:
-        torch.set_grad_enabled(False)  # a setting of each thread
-        torch.set_num_threads(threads)  # OpenMP keeps this number for each thread
-        if stream is not None:
-            torch.cuda.set_device(stream.device)  # CUDA keeps the current device and stream for each thread
-            torch.cuda.set_stream(stream)
-
-    return apply
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:

@@ -70,11 +70,7 @@ class Termination:
         return self._peers.ranks[self._peers.rank]
 
     def request(self, name: str = "SIGTERM") -> None:
-        """Ask this rank to end, and the others through the store. Call it from a signal handler.
-
-        Args:
-            name: the name of the signal.
-        """
+        """Ask this rank to end, and the others through the store. Call it from a signal handler."""
         self.requested, self.reason = True, self.reason or f"Rank {self._rank} was told to end ({name})."
         self._look()
 

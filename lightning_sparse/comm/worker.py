@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightning_sparse.comm.base import POLL
 from lightning_sparse.comm.peers import JOIN_SECONDS
-from lightning_sparse.comm.store import inherit_thread_settings
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()
 
@@ -84,7 +83,7 @@ class Worker:
         with self._lock:
             if self._thread is None and self._last is None:
                 _started.add(self)
-                args = (inherit_thread_settings(self.stream),)
+                args = (torch.get_num_threads(),)
                 self._thread = threading.Thread(target=self._run, args=args, name="lightning_sparse", daemon=True)
                 self._thread.start()
 
@@ -92,7 +91,6 @@ class Worker:
         """Run `call` in the thread, and return a future for its result or error. A skipped item has an error, too.
 
         Args:
-            call: the work item.
             ready: on CUDA, the event that the item waits for on the device.
         """
         work = _Work(Future(), call, ready)
@@ -172,8 +170,13 @@ class Worker:
 
     # The following methods run in the thread.
 
-    def _run(self, prepare: Callable[[], None]) -> None:
-        prepare()
+    def _run(self, threads: int) -> None:
+        # Each thread has these settings. No autograd graph is recorded, even if backward runs with create_graph=True.
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(threads)
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)
+            torch.cuda.set_stream(self.stream)
         while (work := self._next()) is not None:
             had_failed = self.error is not None
             self._do(work)

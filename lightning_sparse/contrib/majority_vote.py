@@ -32,7 +32,7 @@ class MajorityVote(Aggregator[Sign]):
     three ranks.
     """
 
-    averages = False
+    averages, rounds = False, 2
     shards_segment = True
 
     def __call__(self, u: Tensor, compressor: Sign, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
@@ -51,9 +51,6 @@ class MajorityVote(Aggregator[Sign]):
     def nbytes(self, compressor: Sign, segment: Segment, density: float | None, size: int) -> float:
         region = code_bytes(region_codes(segment.numel, size), 1)
         return (size - 1) * (2 * region + code_bytes(row_count(segment), 1))
-
-    def messages(self, size: int) -> int:
-        return 2 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Sign)

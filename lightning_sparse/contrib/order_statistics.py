@@ -30,6 +30,7 @@ class OrderStatistic(Aggregator[Identity]):
     """
 
     averages = False  # a dense mean must not replace it, because one rank can move a mean arbitrarily
+    rounds = 2
     shards_segment = True
 
     @abc.abstractmethod
@@ -52,9 +53,6 @@ class OrderStatistic(Aggregator[Identity]):
 
     def nbytes(self, compressor: Identity, segment: Segment, density: float | None, size: int) -> float:
         return 2 * (size - 1) * 4 * -(-segment.numel // size)
-
-    def messages(self, size: int) -> int:
-        return 2 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, Identity)

@@ -30,6 +30,7 @@ class SharedScale(Aggregator[TernGrad]):
     same maximum. For each element, a rank sends (2 + ⌈log₂(2P + 1)⌉)(P − 1)/P bits.
     """
 
+    rounds = 3
     shards_segment = True
 
     def __call__(self, u: Tensor, compressor: TernGrad, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
@@ -53,9 +54,6 @@ class SharedScale(Aggregator[TernGrad]):
         bits = 2 + (2 * size).bit_length()
         codes = code_bytes(region_codes(segment.numel, size), bits)
         return (size - 1) * (4 * row_count(segment, whole=True) + codes)
-
-    def messages(self, size: int) -> int:
-        return 3 * (size - 1)
 
     def supports(self, compressor: Compressor) -> bool:
         return isinstance(compressor, TernGrad)

@@ -15,17 +15,18 @@ from lightning_sparse.reducer import Reducer
 class Exchanger(abc.ABC):
     """Exchanges the gradients of one model, or the updates of its optimizers, on one rank."""
 
-    _session: Session
+    session: Session
+    """This rank's connection to the others, which knows the error that has ended training."""
 
     @property
     def reducer(self) -> Reducer:
         """The reducer, which compresses and exchanges. A checkpoint needs its state."""
-        return self._session.reducer
+        return self.session.reducer
 
     @property
     def comm(self) -> ProcessGroupComm:
         """The reducer's connection to the other ranks."""
-        return self._session.comm
+        return self.session.comm
 
     @property
     @abc.abstractmethod
@@ -44,23 +45,6 @@ class Exchanger(abc.ABC):
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether exchanged gradients wait for a step of these optimizers. Only rank 0 knows."""
         return False
-
-    def pause(self) -> None:
-        """Tell the other ranks that this one waits for them outside of a step. A rank that continues gets an error."""
-        self._session.pause()
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the other ranks that training has failed on this rank."""
-        self._session.fail(error)
-
-    def raise_known_failure(self) -> None:
-        """Raise the error that has ended training on this rank or on another one, if there is one."""
-        if self._session.error is not None:
-            raise self._session.error
-
-    def fail_in_model(self, error: BaseException) -> None:
-        """Report that a connection broke in a collective of the model, and put the cause in front of the text."""
-        self._session.fail_in_model(error)
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -34,7 +34,6 @@ def begin_step(
     step then begins before the evaluation.
 
     Args:
-        optimizer: the optimizer of the step.
         args: positional arguments of the step: the optimizer, and perhaps the closure.
         kwargs: keyword arguments of the step, perhaps with the closure.
         begin: takes the present weights as the agreed ones, unless the flag that it gets is set.
@@ -61,7 +60,7 @@ def begin_step(
     return replaced
 
 
-def with_gradients(args: Any, kwargs: Any, check: Callable[[], None]) -> Any:
+def with_gradients(args: Any, kwargs: Any, check: Callable[[], object]) -> Any:
     """Call `check` when the gradients of a step are complete: now, or after each evaluation of its closure.
 
     Args:

@@ -126,7 +126,7 @@ def exchange_gradients(
         settings=lambda: {"parameters and buffers": described(states)},
     )
     params = parameters()
-    session.reducer.takes_buckets(params)
+    session.reducer.segment_states.take_memory_order(params)
     rates = Rates(session.comm, optimizers, ddp.device)
     exchanger = GradientExchanger(session, ddp, params, rates)
     try:
@@ -137,7 +137,7 @@ def exchange_gradients(
             session.dry_run(params)
         ddp.register_comm_hook(exchanger, on_bucket)
     except BaseException as error:
-        exchanger.fail(error)
+        exchanger.session.fail(error)
         exchanger.close()
         raise
     detach(ddp.module)

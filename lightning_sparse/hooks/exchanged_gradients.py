@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import unserializable_hook
 
 from lightning_sparse._compat import has_step_hooks, version
-from lightning_sparse.hooks.closure import replace_closure
+from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.shards import parameters_of
 
@@ -82,7 +82,6 @@ class ExchangedGradients:
         """Note that DDP delivers the gradients of these parameters, for ranks to exchange.
 
         Args:
-            params: the parameters.
             unused: names of parameters that took no part in the backward pass.
         """
         keys = [*map(id, params)]
@@ -137,15 +136,7 @@ class ExchangedGradients:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        def evaluate(closure: Callable[[], Any]) -> Any:
-            result = closure()
-            self._look(optimizer)
-            return result
-
-        replaced = replace_closure(args, kwargs, evaluate)
-        if replaced is None:
-            self._look(optimizer)
-        return replaced
+        return with_gradients(args, kwargs, partial(self._look, optimizer))
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_scale(scaler, optimizer)

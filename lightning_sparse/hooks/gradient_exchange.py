@@ -54,9 +54,6 @@ class GradientExchanger(Exchanger):
     """The exchange of the gradients of one DDP instance, on one rank.
 
     Args:
-        session: the session with the other ranks.
-        ddp: the wrapped model.
-        params: its parameters by name.
         rates: compares the learning rates of the optimizers.
 
     Attributes:
@@ -73,7 +70,7 @@ class GradientExchanger(Exchanger):
         params: Mapping[str, Tensor],
         rates: Rates,
     ) -> None:
-        self._session, self.params = session, params  # a reference keeps the ids valid
+        self.session, self.params = session, params  # a reference keeps the ids valid
         self._name_of = {id(param): name for name, param in params.items()}
         self._frozen = {
             name: param
@@ -147,10 +144,10 @@ class GradientExchanger(Exchanger):
         if self._exchanged is not None:
             self._exchanged.on_delivery(bucket.parameters(), unused)
         ready = None
-        if self._session.stream is not None:
+        if self.session.stream is not None:
             # DDP has just filled the bucket in this stream. It belongs to autograd's node of the parameter, and may
             # differ from the stream that called backward.
-            ready = torch.cuda.current_stream(self._session.device).record_event()
+            ready = torch.cuda.current_stream(self.session.device).record_event()
         arrived = Bucket(future, buffer, views, unused, ready)
         if self._held is None and self in _over_nccl and len(_over_nccl) > 1:
             self._held = []  # the threads of two models would launch their collectives in any order
@@ -174,19 +171,18 @@ class GradientExchanger(Exchanger):
         within_backward, self._in_backward = in_backward(), False
         started = time.perf_counter()
         if self._held:
-            if self._session.stream is not None:  # wait for all kernels of backward
-                self._held[0].ready = torch.cuda.current_stream(self._session.device).record_event()
+            if self.session.stream is not None:  # wait for all kernels of backward
+                self._held[0].ready = torch.cuda.current_stream(self.session.device).record_event()
             for bucket in self._held:
                 self._submit(bucket)
             self._held.clear()
         self._worker.join()
         self.reducer.seconds["exposed"] += time.perf_counter() - started
-        if self._session.error is not None:
-            raise self._session.error
-        if self._session.stream is not None:
+        self.session.raise_known_failure()
+        if self.session.stream is not None:
             # DDP synchronises only the stream of its hook. The caller's stream must wait too, because it reuses buffers
             # that the thread still reads. After this no gradient, bucket or residual needs record_stream.
-            torch.cuda.current_stream(self._session.device).wait_stream(self._session.stream)
+            torch.cuda.current_stream(self.session.device).wait_stream(self.session.stream)
         for name, param in self._frozen.items():
             if param.requires_grad:
                 raise self._fail_with(
@@ -215,7 +211,7 @@ class GradientExchanger(Exchanger):
     def check_reduced(self, before: int) -> None:
         """Raise RuntimeError, on all ranks, unless `reductions` is one more than before backward."""
         self._worker.join()
-        if self._session.error is not None or self.reductions > before:
+        if self.session.error is not None or self.reductions > before:
             return
         late = {name: param for name, param in self.params.items() if name not in self._step.arrived}
         where = f"on rank {self.comm.ranks[self.comm.rank]} at step {self.reducer.step}"
@@ -235,7 +231,7 @@ class GradientExchanger(Exchanger):
     @property
     def is_consistent(self) -> bool:
         """Whether no step is incomplete, so that all residuals belong to the same step."""
-        return self._session.error is None and not self._step.buckets and not self._held
+        return self.session.error is None and not self._step.buckets and not self._held
 
     def drain(self) -> bool:
         """Wait until the queue is empty, and return whether the residuals are consistent."""
@@ -247,32 +243,32 @@ class GradientExchanger(Exchanger):
 
     def _fail_with(self, text: str) -> RuntimeError:
         error = RuntimeError(text)
-        self.fail(error)
+        self.session.fail(error)
         return error
 
     def close(self) -> None:
         """End the thread and leave the group. It may be called twice, and after a failure."""
-        if self._session.is_closed:
+        if self.session.is_closed:
             return
-        self._session.mark_done()
+        self.session.mark_done()
         _over_nccl.discard(self)
         for hook in self._hooks:
             hook.remove()
         self.stop_checks()
-        self._worker.end(lambda is_alive: self._session.finish(failed=is_alive))
+        self._worker.end(lambda is_alive: self.session.finish(failed=is_alive))
 
     # The following methods run in the worker thread.
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._session.launching()
+        self.session.launching()
         self._step.add(bucket)
-        self._session.launched(self._session.stream)
+        self.session.launched(self.session.stream)
 
     def _failed(self, error: BaseException) -> None:
         # Complete the futures first, so that backward ends in any case.
         for bucket in self._step.buckets:
             bucket.complete()
-        self._session.end_by(error)
+        self.session.end_by(error)
 
 
 def exchanges_after_backward(ddp: DistributedDataParallel) -> bool:

@@ -143,11 +143,6 @@ class ExchangeChecks:
         weights after each step. Slow weights, as Lookahead keeps them, equal the weights after some steps only. A copy
         with dtype and size of the weights causes a warning, because it may only serve to find the last change. Another
         dtype, or one tensor for several parameters, is an error. Torch's optimizers are not checked.
-
-        Args:
-            optimizer: the optimizer that has stepped.
-            changes: its changes.
-            params: the parameters by name.
         """
         if self._changes[optimizer] == 3 or _is_torchs(optimizer):
             return
@@ -189,8 +184,6 @@ class ExchangeChecks:
         only the signs of gradients, which may be equal.
 
         Args:
-            optimizer: the optimizer that has stepped.
-            changes: its changes.
             is_rescaled: whether updates are rescaled as if ranks had different batches.
         """
         self._exchanges[optimizer] += 1
@@ -300,7 +293,7 @@ def explain_failures(model: nn.Module) -> None:
 def _raise_known(model: nn.Module, *_: Any) -> None:
     """Raise the error that has ended training, if this rank knows of one."""
     if not torch.compiler.is_compiling() and (exchange := attached(model)) is not None:
-        exchange.raise_known_failure()
+        exchange.session.raise_known_failure()
 
 
 def _explain(model: nn.Module, *_: Any) -> None:
@@ -309,7 +302,7 @@ def _explain(model: nn.Module, *_: Any) -> None:
         return
     error, exchange = sys.exc_info()[1], attached(model)
     if error is not None and exchange is not None:
-        exchange.fail_in_model(error)
+        exchange.session.fail(error, in_model=True)
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()

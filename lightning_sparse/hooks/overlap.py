@@ -54,13 +54,6 @@ class _Part:
     optimizer: Optimizer
     groups: list[list[Tensor]]
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Take this segment's part of the optimizer's step."""
-        self.optimizer.state = optimizer.state
-        chosen = zip(optimizer.param_groups, self.groups, strict=True)
-        self.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
-        step_without_hooks(self.optimizer)
-
 
 @dataclass
 class _Plan:
@@ -285,13 +278,16 @@ class BackwardOverlap:
 
     def _step(self, index: int, backward: _Pass) -> None:
         part, ready = self._plan.parts[index], None
+        part.optimizer.state = self._optimizer.state
+        chosen = zip(self._optimizer.param_groups, part.groups, strict=True)
+        part.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
         if self._stream is None:
-            part.step(self._optimizer)
+            step_without_hooks(part.optimizer)
         else:
             current = torch.cuda.current_stream(self._stream.device)
             for stream in backward.streams - {current}:
                 current.wait_stream(stream)
-            part.step(self._optimizer)
+            step_without_hooks(part.optimizer)
             ready = current.record_event()
         del backward.missing[index]
         self._submit(part.segment, ready)

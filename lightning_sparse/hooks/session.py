@@ -105,7 +105,6 @@ def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta 
 
     Args:
         settings: values by name, see `Handshake.agree`.
-        device: the device of the parameters.
         timeout: time to wait for other ranks; None takes the group's.
 
     Raises:
@@ -164,12 +163,9 @@ class Session:
     Args:
         parameters: returns the exchanged parameters by name, in registration order. Its errors are reported to the
             other ranks, too.
-        method: the compression method.
-        options: options of the `Reducer`.
         group: the ranks that train together.
         part: the ranks of `group` that exchange with this one; None is all of them. The session makes a separate
             process group for them.
-        device: the device of the parameters.
         timeout: time to wait for other ranks; None takes the group's.
         group_of: returns numbers of parameters by name; see `Layout.of`.
         settings: returns further settings that must be equal within a part, see `Handshake.agree`.
@@ -338,7 +334,6 @@ class Session:
         """Warn on one rank of buffers that rank 0 broadcasts, if they are longer than an exchange's message.
 
         Args:
-            buffers: the buffers by name.
             when: the time of the broadcast, for the warning.
         """
         nbytes = sum(x.nbytes for x in buffers.values())
@@ -367,32 +362,32 @@ class Session:
                 f"ms for the link. Set granularity='model' to exchange the model in one segment."
             )
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, in_model: bool = False) -> None:
         """Report to the other ranks that training has failed on this one.
 
         If a connection broke, the known cause is put in front of the error's text.
+
+        Args:
+            in_model: whether the model's forward or backward pass raised it. Then only a broken connection counts, in a
+                collective of the model, as FSDP2 has them.
         """
-        if not self.is_closed:
-            self._explain(error, self.comm.diagnose)
-            self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
-            error._lightning_sparse_reported = True  # type: ignore[attr-defined]  # `_refuse` would count a handshake
-
-    def fail_in_model(self, error: BaseException) -> None:
-        """Report that a connection broke in a collective of the model, as FSDP2 has them; ignore other errors.
-
-        The known cause is put in front of the error's text.
-        """
-        if not self.is_closed and _is_broken(error):
-            self._explain(error, partial(self.comm.peers.diagnose, None))
-            self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
-
-    def _explain(self, error: BaseException, diagnose: Callable[[], str]) -> None:
-        if _is_broken(error) and self._explained != id(error):
+        is_broken = _is_broken(error)
+        if self.is_closed or (in_model and not is_broken):
+            return
+        if is_broken and self._explained != id(error):
             self._explained = id(error)  # a checkpoint on the exception reports the same error again
             # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
-                if cause := diagnose():
+                if cause := self.comm.peers.diagnose(None) if in_model else self.comm.diagnose():
                     error.args = (f"{cause} ({first_line(error)})",)
+        self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
+        if not in_model:
+            error._lightning_sparse_reported = True  # type: ignore[attr-defined]  # `_refuse` would count a handshake
+
+    def raise_known_failure(self) -> None:
+        """Raise the error that has ended training on this rank or on another one, if there is one."""
+        if self.error is not None:
+            raise self.error
 
     def mark_done(self) -> None:
         """Tell the other ranks that this one makes no further calls. Ranks that still wait for it will fail."""
@@ -470,8 +465,7 @@ class Session:
 
     def launching(self) -> None:
         """Note that collectives are about to be launched on the device; raise an earlier error."""
-        if self.error is not None:
-            raise self.error
+        self.raise_known_failure()
         if self.over_nccl:
             self._done = _Launching()
 
@@ -494,7 +488,7 @@ class Session:
 
     def look(self) -> None:
         """Reply to failed ranks, and free this rank's device if it waits for one of them. Call it every POLL."""
-        self.comm.respond()
+        self.comm.peers.respond()
         done = self._done
         if self.error is not None:
             self._free_unless_launching()
@@ -529,11 +523,6 @@ class Session:
         """Record the error that has ended training, and report it to the other ranks."""
         self.error = self.error or error
         self.fail(error)
-
-    def abort(self, error: BaseException) -> None:
-        """Record the error that has ended training, report it to the other ranks, and free the device."""
-        self.end_by(error)
-        self.free_device()
 
     @property
     def over_nccl(self) -> bool:

@@ -61,14 +61,16 @@ class StockExchanger(Exchanger):
             name: x if x.dtype in REDUCIBLE else torch.empty((), device=device).expand(x.nbytes // 4)
             for name, x in params.items()
         }
-        self._session = Session(lambda: counted, COUNTING, options, device=device, **session)
-        self._responder = Worker(look=self._session.look)
+        self.session = Session(lambda: counted, COUNTING, options, device=device, **session)
+        self._responder = Worker(look=self.session.look)
         self._responder.start()
 
     def count_step(self) -> None:
         """Count a step, and the bytes that each step sends."""
         self.reducer.finish_step()
-        self.count_bytes(round(self.reducer.routing.dense_nbytes * self._share))
+        dense = self.reducer.routing.dense_nbytes
+        self.reducer.routing.dense_bytes += dense
+        self.count_bytes(round(dense * self._share))
 
     def count_bytes(self, nbytes: int) -> None:
         """Count bytes that this rank sends."""
@@ -77,8 +79,8 @@ class StockExchanger(Exchanger):
     def close(self) -> None:
         """Leave the group. It may be called twice, and after a failure."""
         self._responder.end()
-        self._session.mark_done()
-        self._session.finish(failed=False)
+        self.session.mark_done()
+        self.session.finish(failed=False)
 
 
 def count_ddp(
@@ -113,7 +115,7 @@ def count_ddp(
     try:
         broadcast_differing(counter.comm, list(from_rank_0.values()), ddp.device)
     except BaseException as error:
-        counter.fail(error)
+        counter.session.fail(error)
         counter.close()
         raise
     if in_bfloat16:
@@ -135,7 +137,6 @@ def average_shards(
 
     Args:
         model: the model, see `average_gradients`.
-        optimizers: its optimizers.
         options: options of the reducer, which has no work.
         group: the ranks that hold the same part of the model.
         timeout: time to wait for other ranks; None takes the group's.

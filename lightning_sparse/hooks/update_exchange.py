@@ -123,8 +123,6 @@ class UpdateExchanger(Exchanger):
     Args:
         model: the model; its weights are broadcast from rank 0.
         optimizers: the optimizers; each parameter belongs to at most one of them.
-        method: the compression method.
-        options: options of the `Reducer`.
         local_steps: number of steps of an optimizer before each exchange; None takes the method's.
         overlap: with "next_step" an exchange completes in the next one, see `UpdateRule`.
         broadcast_buffers: whether buffers are broadcast from rank 0 at the start and after each exchange, as
@@ -187,7 +185,7 @@ class UpdateExchanger(Exchanger):
                 warn_of_density(method, optimizers)
             return locals_of(exchanged_parameters(model, optimizers)[0])
 
-        self._session = session = Session(
+        self.session = session = Session(
             parameters,
             method,
             options,
@@ -252,7 +250,7 @@ class UpdateExchanger(Exchanger):
     @property
     def is_consistent(self) -> bool:
         """Whether residuals and weights belong together: no exchange is running, pending or failed."""
-        return self.phase in (Phase.IDLE, Phase.STEPPING) and not self.is_pending and self._session.error is None
+        return self.phase in (Phase.IDLE, Phase.STEPPING) and not self.is_pending and self.session.error is None
 
     def begin(self) -> None:
         """Start from rank 0's weights, which may have changed since this object was made."""
@@ -265,7 +263,7 @@ class UpdateExchanger(Exchanger):
             reshard(model)
             named = {**not_ignored(model, model.named_parameters()), **self._buffers.at_start}
             tensors = [local(x).detach() for x in named.values()]
-            broadcast_differing(self.comm, tensors, self._session.device)
+            broadcast_differing(self.comm, tensors, self.session.device)
 
     # Steps of an optimizer.
 
@@ -280,7 +278,7 @@ class UpdateExchanger(Exchanger):
         if self._overlap is not None and self._overlap.has_begun:
             return
         if self.phase is Phase.EXCHANGING:
-            error = self._session.error or RuntimeError(
+            error = self.session.error or RuntimeError(
                 "An exchange of updates was interrupted on this rank, as by Ctrl-C: entries of its residual may be "
                 "lost, and other ranks may have completed the exchange. Restart all ranks from a checkpoint."
             )
@@ -369,16 +367,16 @@ class UpdateExchanger(Exchanger):
             compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
             if overlap:
                 overlap.finish()
-                self._session.launching()  # raises an error that another thread has found meanwhile
+                self.session.launching()  # raises an error that another thread has found meanwhile
             else:
                 self.updates.exchange(optimizer, stepped=stepped, write=write)
             if compare is not None:
                 self.updates.wait()
-                compare(self.comm, self._session.device)
+                compare(self.comm, self.session.device)
             if not self._rule.delayed and (buffers := self._buffers()):
                 # All ranks take part, also one whose running backward pass needs its present buffers.
                 given = [x if write else x.clone() for x in buffers.values()]
-                broadcast(self.comm, given, self._session.device)
+                broadcast(self.comm, given, self.session.device)
             if self._rates.are_due(self._rule.local_steps):
                 self.updates.wait()
                 self._rates.compare(self._have_gradients())
@@ -397,7 +395,7 @@ class UpdateExchanger(Exchanger):
         if self._rule.delayed or self._rule.local_steps > 1:  # all ranks must leave out the same ones
             frozen = sorted(name for each in self.updates.segments for name in each.frozen)
         self.reducer.routing.others = zlib.crc32(repr(frozen).encode(), self._buffers.digest())
-        self._session.launching()
+        self.session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
         """Run `exchange`, record its failure, and measure how long training waits."""
@@ -409,22 +407,23 @@ class UpdateExchanger(Exchanger):
             exchange()
         except Exception as error:
             self._failed(error)
-            if self._session.error is not error:  # that error has freed the device, and names the cause
-                raise self._session.error from error  # type: ignore[misc]
+            if self.session.error is not error:  # that error has freed the device, and names the cause
+                raise self.session.error from error  # type: ignore[misc]
             raise
-        self._session.launched(self._session.stream if self.updates.is_pending else None)
+        self.session.launched(self.session.stream if self.updates.is_pending else None)
         self.reducer.seconds["exposed"] += time.perf_counter() - started  # time that does not overlap with backward
         self.phase = Phase.IDLE
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
         self._buffers.explain(error)
-        self._session.abort(error)
+        self.session.end_by(error)
+        self.session.free_device()
 
     def _end_by(self, error: BaseException) -> None:
         """Record an error in the thread that exchanges."""
         self._buffers.explain(error)
-        self._session.end_by(error)
+        self.session.end_by(error)
 
     @torch.inference_mode(False)  # other threads and later steps change its tensors
     @torch.no_grad()
@@ -435,8 +434,7 @@ class UpdateExchanger(Exchanger):
             write: if False, the model gets the agreed weights only before the next step, and buffers stay: backward
                 may need the present ones.
         """
-        if self._session.error is not None:
-            raise self._session.error
+        self.session.raise_known_failure()
         if self.in_step:
             raise RuntimeError(
                 "Pending updates cannot be exchanged in the middle of a step, as by a signal's handler, or after one "
@@ -495,18 +493,18 @@ class UpdateExchanger(Exchanger):
         others = [local(x).detach() for x in params if not (x.requires_grad and id(x) in ids)]
         others += [local(x).detach() for x in self._buffers().values()]
         if others:
-            self._during(lambda: broadcast_differing(self._session.outside(), others, self._session.device))
+            self._during(lambda: broadcast_differing(self.session.outside(), others, self.session.device))
 
     def end_if_soon(self) -> None:
         """Complete a pending exchange if it can complete without waiting for peers."""
-        if self.updates.is_pending and self.updates.ends_soon() and self._session.device_is_done():
+        if self.updates.is_pending and self.updates.ends_soon() and self.session.device_is_done():
             self.updates.complete()
         elif self.updates.is_pending:
             log.warning("An exchange of updates has not ended in time: the entries of other ranks in it are lost.")
 
     def warn_of_pending(self) -> None:
         """Warn on rank 0 if the exchange is about to end with steps that have not been exchanged."""
-        fails = self.in_step or self._session.error is not None or self._session.is_closed
+        fails = self.in_step or self.session.error is not None or self.session.is_closed
         if self.comm.rank == 0 and self.is_pending and not fails:
             names = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             log.warning(
@@ -528,8 +526,8 @@ class UpdateExchanger(Exchanger):
         if self._overlap is not None:
             self._overlap.close()
         ended = self.updates.close()
-        self._session.mark_done()
-        self._session.finish(failed=not ended)
+        self.session.mark_done()
+        self.session.finish(failed=not ended)
 
 
 GRADIENTS = "exchange='gradient' of the strategy or by attach, and for a sharded model by strategy='dense_hsdp'"

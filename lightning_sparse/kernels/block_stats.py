@@ -241,6 +241,7 @@ def _store_stats(
         tl.store(partial + 2 * tile + 1, tl.sum(x * x))
 
 
+@operation
 def add_with_stats_(
     u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
 ) -> Tensor:
@@ -253,14 +254,7 @@ def add_with_stats_(
         scale: factor on the gradients: a number, or an fp32 scalar on u's device.
         stats: statistics to fill, of u's length; None if they are not wanted.
     """
-    _add_and_read(u, bounds, grads, scale, stats)
-    return u
 
-
-@operation
-def _add_and_read(
-    u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
-) -> None:
     def form(start: int, stop: int) -> None:
         parts = list(overlaps(bounds, start, stop))
         terms = [grads[index][left - bounds[index] : right - bounds[index]] for index, left, right in parts]
@@ -270,18 +264,20 @@ def _add_and_read(
         form(0, u.numel())
     else:
         stats.over(u, form)
+    return u
 
 
-@_add_and_read.by("triton")
-def _add_and_read_by_triton(
+@add_with_stats_.by("triton")
+def _add_with_stats_by_triton(
     u: Tensor, bounds: Sequence[int], grads: Sequence[Tensor], scale: float | Tensor, stats: BlockStats | None
-) -> None:
+) -> Tensor:
     if same_dtype(grads):
         _by_triton(u, stats, [grad.contiguous() for grad in grads], bounds, scale)
-        return
-    _add_and_read.reference(u, bounds, grads, scale, None)
+        return u
+    add_with_stats_.reference(u, bounds, grads, scale, None)
     if stats is not None:
         stats.read(u)
+    return u
 
 
 def overlaps(bounds: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

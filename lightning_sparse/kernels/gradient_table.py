@@ -24,7 +24,6 @@ class Placed(list[Tensor]):
     """Gradients whose table is at a fixed address, so that a CUDA graph can be replayed for other gradients.
 
     Args:
-        grads: the gradients.
         table: their table.
     """
 

@@ -45,8 +45,8 @@ def quantize(u: Tensor, places: Places, bits: int, block: int) -> tuple[Tensor, 
     rows = torch.cat([u[:0], *(pad(u[start:stop], (0, (start - stop) % block)) for start, stop in places)])
     rows = rows.view(-1, block)
     scales = scale_of(rows.abs().amax(1, keepdim=True), bits)
-    # Only a block of zeros has the scale 0. All other scales are at least the smallest number above 0.
-    steps = (rows / scales.clamp(min=2.0**-149)).round_()
+    # A scale is 0 for zeros, and for values so small that their steps vanish. The CPU may flush denormals to 0.
+    steps = (rows / torch.where(scales > 0, scales, 1)).round_()
     update = torch.empty_like(u)
     _write_(update, places, block, steps * scales)
     return scales.bfloat16().view(-1), pack_steps(steps, bits).view(-1), update

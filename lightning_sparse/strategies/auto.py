@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -44,6 +43,7 @@ from lightning_sparse._compat import (
     parameters_by_name,
     steps_taken,
 )
+from lightning_sparse._lightning import Mixin
 from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
@@ -60,6 +60,7 @@ from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.overlap_rules import gradient_hooks
 from lightning_sparse.strategies.strategy_options import StrategyOptions
+from lightning_sparse.strategies.summary import tensorboard
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.tuner import Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
@@ -79,37 +80,6 @@ OTHER_LINK = 2.0
 """Ratio of the times of a dense step on two links from which a choice for one does not hold for the other."""
 FAR = 0.01
 """Seconds of latency in each step that are worth an exchange of updates in one segment."""
-
-
-class StockTraining(Training):
-    """Leaves the gradients to DDP's own all-reduce, or to the averages in the backward pass of a sharded model.
-
-    Args:
-        exchanger: counts the steps.
-        optimizers: the optimizers of the model.
-        frozen: parameters that DDP leaves out, because they were frozen when it wrapped the model, by name.
-    """
-
-    exchanger: StockExchanger
-
-    def __init__(
-        self,
-        exchanger: StockExchanger,
-        optimizers: Sequence[Optimizer],
-        frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
-    ) -> None:
-        self.exchanger, self.optimizers, self._frozen = exchanger, optimizers, frozen
-
-    def after_backward(self, post_backward: Callable[[], None]) -> None:
-        super().after_backward(post_backward)
-        for name, param in self._frozen.items():
-            if param.requires_grad and param.grad is not None:
-                raise self.failed(
-                    f"{name!r} was frozen when auto_ddp wrapped the model and takes gradients now: DDP does not "
-                    f"average them, so the ranks would drift apart. Unfreeze it before fit or in "
-                    f"on_train_batch_start. If a training step freezes and unfreezes it, also take "
-                    f"strategy='auto_ddp_find_unused_parameters_true'."
-                )
 
 
 class _Clock:
@@ -147,7 +117,7 @@ class _Clock:
         return spent
 
 
-class AutoStrategy:
+class AutoStrategy(Mixin):
     """The choice of the exchange while a Trainer trains, for a strategy that exchanges by fixed options.
 
     Args:
@@ -183,9 +153,6 @@ class AutoStrategy:
         _training: Any
         _reducer: Any
         model: Any
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def __init__(self, *, seed: int = 0, overlap: Literal["next_step", "none"] | None = None, **kwargs: Any) -> None:
         if overlap not in ("next_step", "none", None):
@@ -230,7 +197,6 @@ class AutoStrategy:
 
         Args:
             base: the options of TopK.
-            trainer: Lightning's Trainer.
             ranks: number of ranks that exchange with each other.
         """
         raise NotImplementedError
@@ -299,11 +265,11 @@ class AutoStrategy:
     def _began(self, training: Training, why: str, loggers: Sequence[Any] = ()) -> None:
         if self._auto.tuner.times and not self._auto.tuner.is_settled:
             return  # a try of some steps
-        if not isinstance(training, StockTraining):
+        if not isinstance(training.exchanger, StockExchanger):
             super()._began(training, self._auto.reason, loggers)
         elif self.global_rank == 0:
             note = f"{training.exchanger.note}{training.note}"
-            self.inform(f"{self.world_size} ranks. {note} Chosen by {self._auto.reason}.")
+            self.inform(f"{self.world_size} ranks. {note} Chosen by {self._auto.reason}.{tensorboard(loggers)}")
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -341,6 +307,7 @@ class AutoStrategy:
         comm = old.exchanger.comm
         reducer = old.exchanger.reducer
         kept = comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating
+        dense_bytes = reducer.routing.dense_bytes
         old.close()
         self._training, self.model = Training(), self.lightning_module
         del old, reducer
@@ -348,6 +315,7 @@ class AutoStrategy:
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
         comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating = kept
+        reducer.routing.dense_bytes = dense_bytes
         self._auto.step = self.done  # steps of another kind count from now on
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
@@ -383,8 +351,8 @@ class AutoStrategy:
 
     def _count_step(self, optimizer: Optimizer) -> None:
         self._steps += 1
-        if isinstance(self._training, StockTraining) and optimizer is self.optimizers[0]:
-            self._training.exchanger.count_step()
+        if isinstance(self.exchanger, StockExchanger) and optimizer is self.optimizers[0]:
+            self.exchanger.count_step()
 
     def _synchronize(self) -> None:
         if self.root_device.type == "cuda" and self._auto.tuner.is_measuring:
@@ -473,9 +441,20 @@ class AutoDDP(AutoStrategy):
             ddp = self._wrap()
         states, reducer = initial_states(ddp, ddp_options(self)), self._auto.reducer_options
         stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
-        params, ignored = self._auto.parameters, ddp.parameters_to_ignore
-        frozen = {x: params.by_name[x] for x in params.frozen if x not in ignored}
-        self._begin_fit(trainer, StockTraining(stock, self.optimizers, frozen), "")
+        self._begin_fit(trainer, Training(stock, self.optimizers), "")
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        params = self._auto.parameters
+        for name in params.frozen if isinstance(self.exchanger, StockExchanger) else ():
+            param = params.by_name[name]
+            if param.requires_grad and param.grad is not None and name not in self.model.parameters_to_ignore:
+                raise self._training.failed(
+                    f"{name!r} was frozen when auto_ddp wrapped the model and takes gradients now: DDP does not "
+                    f"average them, so the ranks would drift apart. Unfreeze it before fit or in "
+                    f"on_train_batch_start. If a training step freezes and unfreezes it, also take "
+                    f"strategy='auto_ddp_find_unused_parameters_true'."
+                )
 
     def _use(self, name: str, trainer: Any) -> None:
         # A training step may freeze parameters that the next step unfreezes, as GANs do. DDP leaves out parameters that
@@ -695,7 +674,6 @@ class _Choice:
         segments can be sent within backward, while the next gradients are computed.
 
         Args:
-            strategy: the strategy.
             works: see `_workloads`.
         """
         comm = ProcessGroupComm(strategy._group)

@@ -17,8 +17,9 @@ from lightning_sparse._compat import backend_name
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
-from lightning_sparse.strategies.auto import BASIS, KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded, StockTraining
+from lightning_sparse.strategies.auto import BASIS, KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
+from lightning_sparse.strategies.training import Training
 from lightning_sparse.trained import SHARDED, TRAINED
 
 
@@ -79,7 +80,7 @@ class AutoHSDP(AutoStrategy):
         self._reducer = self._exchanger = None
         self._begin_between_replicas(self.model, self.optimizers)
         stock = average_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
-        training = StockTraining(stock, self.optimizers)
+        training = Training(stock, self.optimizers)
         training.note = self._note
         self._begin_fit(trainer, training, "")
 

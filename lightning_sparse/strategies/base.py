@@ -8,13 +8,13 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_sparse._lightning import INSTALLED
+from lightning_sparse._lightning import INSTALLED, Mixin
 from lightning_sparse.aggregators import TwoLevel
 from lightning_sparse.hooks import agree
 from lightning_sparse.methods import Method
@@ -36,7 +36,7 @@ def destroy_process_group(pid: int) -> None:
         dist.destroy_process_group()
 
 
-class SparseStrategy:
+class SparseStrategy(Mixin):  # type: ignore[misc]
     """The common part of all strategies: Lightning's two names, the launch of ranks, and the start of an exchange."""
 
     _namespace: ClassVar[str]
@@ -47,11 +47,6 @@ class SparseStrategy:
     """The name of the strategy's class in the module of each of Lightning's names."""
     _plugin_name: ClassVar[str]
     """The name of the attribute with Lightning's precision plugin."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of Lightning's strategies."""
 
     def _begin(self) -> None:
         """Make the attributes that do not depend on options, at the end of the constructor."""
@@ -185,9 +180,6 @@ class SparseStrategy:
 
         Args:
             exchanged: the quantity, "gradient" or "update".
-            method: the compression method.
-            model: the model.
-            optimizers: its optimizers.
 
         Raises:
             RankFailure: ranks differ in the exchange, in the optimizers or in the dtypes.
@@ -209,7 +201,6 @@ class SparseStrategy:
         Args:
             training: has the exchange.
             why: the reason for the exchanged quantity.
-            loggers: Lightning's loggers.
         """
         assert training.exchanger is not None
         reducer = training.exchanger.reducer

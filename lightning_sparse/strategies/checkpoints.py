@@ -248,10 +248,8 @@ class Checkpoints:
         """Load the reducer's state, and the optimizers' states if they differ among ranks.
 
         Args:
-            part: the exchange.
             info: its entry in the checkpoint; None without an entry.
             optimizer_states: states of its optimizers in the checkpoint, by name. They are loaded already.
-            filepath: the path of the checkpoint.
         """
         reducer = part.reducer
         reducer.reset()
@@ -309,10 +307,8 @@ class Checkpoints:
         """Load the optimizers' states that Lightning has saved, on all ranks or on none.
 
         Args:
-            optimizers: the optimizers by name.
             states: their states in the checkpoint, by name.
             load: loads the states.
-            filepath: the path of the checkpoint.
             remedy: the way to change the optimizer, for the error message.
         """
         error: Exception | None = None
@@ -337,7 +333,6 @@ def _load_own_optimizers(
     """Load the optimizers' states of this rank, except for values that were changed in the checkpoint.
 
     Args:
-        part: the exchange.
         present: states of its optimizers in the checkpoint, by name.
         info: the checkpoint's entry about sidecar files.
         own: the states in this rank's sidecar file.

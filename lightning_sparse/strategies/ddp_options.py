@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ddp_options
+from lightning_sparse._lightning import Mixin
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.methods import METHODS, Method, method_options
 from lightning_sparse.options import (
@@ -41,7 +42,7 @@ FIND_UNUSED = {
 """Lightning's suffixes of a strategy's name, and the options that they set."""
 
 
-class DDPOptions:
+class DDPOptions(Mixin):  # type: ignore[misc]
     """Data-parallel training that sends a small part of each gradient or update and keeps the rest for later steps.
 
     Args:
@@ -74,11 +75,6 @@ class DDPOptions:
         **kwargs: further options of a method that is given by name, such as `levels=7` of "qsgd", and the options of
             Lightning's DDPStrategy and torch's DistributedDataParallel.
     """
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class _ExplainFailures:
     def __call__(self, *_: Any) -> None:
         """Look at the error of the forward pass, if there is one."""
         if self._exchanger is not None and (error := sys.exc_info()[1]) is not None:
-            self._exchanger.fail_in_model(error)
+            self._exchanger.session.fail(error, in_model=True)
 
 
 class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's

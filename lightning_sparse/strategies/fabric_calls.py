@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_sparse._lightning import FABRIC
+from lightning_sparse._lightning import FABRIC, Mixin
 from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
 from lightning_sparse.hooks.updates import unstepped
@@ -32,7 +32,7 @@ from lightning_sparse.strategies.update_training import UpdateTraining
 log = logging.getLogger(__name__)
 
 
-class FabricCalls:
+class FabricCalls(Mixin):  # type: ignore[misc]
     """Fabric's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints.
 
     Subclasses have three methods. `_prepare` checks and shards a model that Fabric sets up. `_waits` says whether a
@@ -41,11 +41,6 @@ class FabricCalls:
 
     _clipping, _plugin_name = "call fabric.clip_gradients", "precision"
     _make_exchanger = staticmethod(exchange_updates)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def _begin(self) -> None:
         self._options.reducer.check_method(self._options.method, counts_epochs=False)
@@ -236,7 +231,6 @@ class FabricCalls:
         """Warn on rank 0 of residuals that are not loaded, because their optimizer is not set up yet.
 
         Args:
-            path: path of the checkpoint.
             state: objects of the checkpoint's state, by name.
 
         Returns:

@@ -114,7 +114,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             yield
         except Exception as error:
             for exchanger in self._exchangers:
-                exchanger.fail_in_model(error)
+                exchanger.session.fail(error, in_model=True)
             raise
 
     @property

@@ -102,7 +102,6 @@ def check_not_wrapped(model: torch.nn.Module, but: str = "") -> None:
     """Raise TypeError for a model that another library for parallel training has wrapped or sharded.
 
     Args:
-        model: the model.
         but: "FSDPModule" if FSDP2 may shard the model.
     """
     for name, module in model.named_modules():

@@ -39,8 +39,6 @@ class GradientTraining(Training):
     Args:
         strategy: the strategy. The loss scale is taken from its precision plugin.
         ddp: the wrapped model. This object keeps no reference to it.
-        optimizers: the optimizers of the model.
-        method: the compression method.
     """
 
     exchanger: GradientExchanger

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import set_group_timeout, use_device_mesh
+from lightning_sparse._lightning import Mixin
 from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks import UpdateExchanger, agree, report_errors_to_peers
@@ -46,7 +47,7 @@ OF_UPDATES = {"clip_norm": None, "on_nonfinite": "raise", "broadcast_buffers": F
 """Options that have no effect if replicas average gradients, and their defaults."""
 
 
-class HSDPOptions:
+class HSDPOptions(Mixin):  # type: ignore[misc]
     """Trains replicas of a model that FSDP2 shards. Replicas exchange a small part of each optimizer update.
 
     It is Lightning's ModelParallelStrategy with one more dimension of the mesh. The model is sharded over the mesh of
@@ -85,11 +86,6 @@ class HSDPOptions:
 
     _sharding: ClassVar[str]
     """Advice to shard a model, for an error message."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def __init__(
         self,

@@ -54,7 +54,6 @@ def gradient_hooks(strategy: Any, of_module: Sequence[str]) -> list[str]:
     """Return the methods of the module and of callbacks that Lightning calls between backward and a step.
 
     Args:
-        strategy: the strategy of a Trainer.
         of_module: methods of a LightningModule to look for, besides `HOOKS`.
     """
     lightning, module = import_module(strategy._namespace), strategy.lightning_module

@@ -40,7 +40,6 @@ class CoordinatedShutdown:
     """Replaces Lightning's handling of SIGTERM, from before Lightning sets its handlers until `close`.
 
     Args:
-        trainer: Lightning's Trainer.
         comm: the connection of the exchange.
         launched: whether another process has started the ranks, by fork or spawn. That process waits for their result,
             and for ever if they end with exit status 0. Callbacks do not get the exception then.

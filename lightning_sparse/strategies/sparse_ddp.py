@@ -113,7 +113,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         if self.exchanger is not None:
             if self.may_be_alone:
                 # A callback may save on an exception of this rank alone. The other ranks would wait in backward.
-                self.exchanger.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
+                self.exchanger.session.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
             self._is_consistent = self.exchanger.drain()
         waits = self.exchanger is not None and self.exchanger.gradients_wait(self.optimizers)
         return [Part(self._reducer, self._optimizers_by_name, self._is_consistent, waits)]

@@ -111,7 +111,6 @@ class StrategyOptions:
 
         Args:
             method: the method of this fit, see `with_nodes`.
-            ranks: number of ranks.
         """
         # The strategy clips and checks each rank's own gradient before the optimizer's step.
         options = replace(self.reducer, on_nonfinite="raise", clip_norm=None)

@@ -31,10 +31,14 @@ def run_summary(reducer: Reducer, loggers: Sequence[Any], note: str = "") -> str
     if sent := reducer.routing.nbytes(method.density) / method.local_steps:
         dense = reducer.routing.dense_nbytes
         text += f"; bytes per step and rank: {sent:,.0f}, dense fp32 {dense:,.0f} ({dense / sent:.3g} times as many)"
-    text += f". {note}" if note else "."
-    for writer in summary_writers(loggers):
-        text += f" TensorBoard: tensorboard --logdir {shlex.quote(writer.log_dir)}"
-    return text
+    return text + (f". {note}" if note else ".") + tensorboard(loggers)
+
+
+def tensorboard(loggers: Sequence[Any]) -> str:
+    """Return the commands that show the run in TensorBoard; "" if it is not a logger."""
+    return "".join(
+        f" TensorBoard: tensorboard --logdir {shlex.quote(each.log_dir)}" for each in summary_writers(loggers)
+    )
 
 
 def summary_writers(loggers: Sequence[Any]) -> list[SummaryWriter]:

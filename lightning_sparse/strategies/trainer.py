@@ -9,12 +9,13 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse._lightning import Mixin
 from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.strategies.base import destroy_process_group
@@ -25,16 +26,11 @@ from lightning_sparse.strategies.training import Training
 log = logging.getLogger(__name__)
 
 
-class TrainerCalls:
+class TrainerCalls(Mixin):  # type: ignore[misc]
     """A Trainer's calls of a `SparseStrategy`, without the wrapping of the model and checkpoints."""
 
     _plugin_name = "precision_plugin"
     _make_exchanger: Any = UpdateExchanger
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Stands for the attributes of the strategy and of Lightning's strategies."""
 
     def _begin(self) -> None:
         self._training = Training()
@@ -64,7 +60,6 @@ class TrainerCalls:
         """Begin a fit, when the optimizers are set up.
 
         Args:
-            trainer: Lightning's Trainer.
             training: has the exchange.
             why: the reason for the exchanged quantity.
         """
@@ -125,7 +120,7 @@ class TrainerCalls:
     def pause(self) -> None:
         """Note that all ranks meet outside of a step. If one has more batches, it gets an error in its next step."""
         if self.exchanger is not None and not self.may_be_alone:
-            self.exchanger.pause()
+            self.exchanger.session.pause()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

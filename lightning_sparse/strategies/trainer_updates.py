@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainerUpdates(UpdateTraining):
-    """Exchanges the updates of the optimizers of a Trainer's strategy.
-
-    Args:
-        strategy: the strategy.
-        exchanger: the exchanger of the updates.
-    """
+    """Exchanges the updates of the optimizers of a Trainer's strategy."""
 
     _strategy: SparseStrategy
 

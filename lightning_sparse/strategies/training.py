@@ -14,7 +14,7 @@ from lightning_sparse.hooks import Exchanger, report_or_diagnose
 class Training:
     """The strategy's part in the training of one model: a Trainer's fit, or a model that Fabric has set up.
 
-    An instance of this class itself means that no fit is running: it adds nothing.
+    An instance of this class itself adds nothing: no fit is running, or DDP or FSDP2 averages gradients.
 
     Attributes:
         exchanger: exchanges gradients or updates; None outside of a fit.
@@ -22,9 +22,11 @@ class Training:
         note: a sentence of the summary, after the exchanger's note.
     """
 
-    exchanger: Exchanger | None = None
-    optimizers: Sequence[Optimizer] = ()
+    exchanger: Exchanger | None
     note = ""
+
+    def __init__(self, exchanger: Exchanger | None = None, optimizers: Sequence[Optimizer] = ()) -> None:
+        self.exchanger, self.optimizers = exchanger, optimizers
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Exclude the exchange from copies of a Trainer: it belongs to this process, and a copy starts a new one."""
@@ -67,7 +69,7 @@ class Training:
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that training has failed on this rank."""
         if self.exchanger is not None:
-            self.exchanger.fail(error)
+            self.exchanger.session.fail(error)
         elif dist.is_initialized():
             report_or_diagnose(error)
 

@@ -24,12 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class UpdateTraining(Training):
-    """Exchanges the updates of a model's optimizers.
-
-    Args:
-        strategy: the strategy.
-        exchanger: the exchanger of the updates.
-    """
+    """Exchanges the updates of a model's optimizers."""
 
     exchanger: UpdateExchanger
 

@@ -43,7 +43,6 @@ class DeltaExchange:
     Args:
         reducer: a reducer with `exchanged="update"`. It is set up here, unless it has been for the same parameters.
         model: the model; its weights are equal on all ranks.
-        optimizers: the optimizers of the model.
         worker: the thread that exchanges in parallel with the training thread; None makes one.
 
     Attributes:
@@ -78,7 +77,7 @@ class DeltaExchange:
 
     def _expect_later(self, model: nn.Module) -> None:
         self._by_name = parameters_by_name(model)
-        self._reducer.expect_later(self._by_name.keys() - self.parameters.keys())
+        self._reducer.segment_states.later = self._by_name.keys() - self.parameters.keys()
 
     def _lay_out(self, weights: Mapping[str, Tensor], optimizer_of: Mapping[str, Optimizer]) -> None:
         assert self._reducer.layout is not None

@@ -33,8 +33,6 @@ def exchanged_parameters(
     DistributedDataParallel is to ignore.
 
     Args:
-        model: the model.
-        optimizers: its optimizers.
         before: the ids of parameters that have been exchanged before. They stay while they are frozen.
         stepping: whether a step comes next. An optimizer also steps a frozen parameter that has a gradient.
 
@@ -135,7 +133,6 @@ def others_settings(
     """Return the settings that must be equal on all ranks, in addition to the exchanged parameters.
 
     Args:
-        model, optimizers: the model and its optimizers.
         buffers: buffers to compare, by name.
         compare_numbers: whether the options of optimizers, such as rates and betas, are settings.
     """

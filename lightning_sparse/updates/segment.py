@@ -55,7 +55,6 @@ class UpdateSegment:
     If parameters are sharded, weights and deltas are of this rank's shards.
 
     Args:
-        segment: the segment.
         parameters: the model's parameters by name; changed in place.
         weights: the agreed weights by name; copied.
         optimizer: the optimizer of these parameters.

@@ -475,14 +475,14 @@ def collected_in_its_own_thread(rank: int) -> tuple[list[str], int]:
     step(models[0])
     errors: list[str] = []
     threading.excepthook = lambda args: errors.append(repr(args))
-    answer = reducer.comm.respond
+    answer = reducer.comm.peers.respond
 
     def collect() -> None:  # the thread calls this while it waits for work
         models.clear()
         gc.collect()
         answer()
 
-    reducer.comm.respond = collect
+    reducer.comm.peers.respond = collect
     sys.unraisablehook = threading.excepthook
     deadline = time.monotonic() + SOON
     while "lightning_sparse" in threads() and time.monotonic() < deadline:

@@ -1101,6 +1101,21 @@ def measured(rank: int) -> Any:
     return watch.names, float(net.weights.sum()), said, [*strategy._auto.tuner.times]
 
 
+def says_where_it_logs(rank: int, folder: str) -> list[str]:
+    said: list[str] = []
+    strategy = auto([])
+    strategy.inform = said.append  # type: ignore[method-assign]
+    logger = pl.loggers.TensorBoardLogger(folder, name="", version="")
+    fit(Net(torch.optim.SGD), strategy, rank, max_steps=1, logger=logger)
+    return said
+
+
+def test_the_first_line_of_stock_all_reduce_names_the_folder_of_tensorboard(tmp_path):
+    (line, *_), nothing = lightning_ranks(2, says_where_it_logs, str(tmp_path))
+    assert f" TensorBoard: tensorboard --logdir {tmp_path}" in line
+    assert not nothing
+
+
 def test_over_loopback_all_ranks_decide_alike_after_the_density_warm_up():
     (names, weights, said, times), other = lightning_ranks(2, measured)
     assert (names, weights, times) == (other[0], other[1], other[3])

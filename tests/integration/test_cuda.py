@@ -435,9 +435,9 @@ def waiting_on_the_device(rank: int, device: str) -> tuple[str, float]:
     ddp(batches(rank)[0]).sum().backward()
     loss = ddp(batches(rank)[1]).sum()  # while there are two: DDP itself talks there
     if rank == 1:
-        thread.fail(KeyError("mine"))
+        thread.session.fail(KeyError("mine"))
         return "", 0.0
-    thread._session._done = lambda: False  # a collective on the device waits for another rank
+    thread.session._done = lambda: False  # a collective on the device waits for another rank
     started = time.monotonic()
     while thread.is_consistent and time.monotonic() < started + 10:
         time.sleep(0.01)

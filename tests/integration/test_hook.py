@@ -108,7 +108,7 @@ def by_hook(rank: int, name: str | None, density: float, granularity: str, optio
     if name is not None:
         if rehearsal:
             thread = exchange_gradients(ddp, make(name, density), ReducerOptions(granularity=granularity))
-            thread._session.dry_run(trainable_parameters(ddp))
+            thread.session.dry_run(trainable_parameters(ddp))
             reducer = thread.reducer
             assert (reducer.step, reducer.comm.sent_bytes, reducer.comm.seconds) == (0, 0, 0.0)
         else:
@@ -235,11 +235,11 @@ def before_backward(rank: int) -> str:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
     exchanger = exchange_gradients(ddp, method("topk"))
     if rank == 1:
-        exchanger.fail(ValueError("a broken image"))
+        exchanger.session.fail(ValueError("a broken image"))
     deadline = time.monotonic() + 20
-    while exchanger._session.error is None and time.monotonic() < deadline and rank == 0:
+    while exchanger.session.error is None and time.monotonic() < deadline and rank == 0:
         time.sleep(0.05)
-    return str(exchanger._session.error)
+    return str(exchanger.session.error)
 
 
 def test_a_failure_before_the_first_backward_pass_is_seen():
@@ -262,7 +262,7 @@ class Stream:
 
 def queried(rank: int) -> tuple[int, int]:
     ddp = DistributedDataParallel(nn.Linear(30, 30))
-    session = exchange_gradients(ddp, method("topk"))._session
+    session = exchange_gradients(ddp, method("topk")).session
     counts = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Session, "over_nccl", property(lambda self: True))

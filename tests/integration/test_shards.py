@@ -671,8 +671,8 @@ def aborts(rank: int) -> tuple[list[list[int]], list[list[int]], bool]:
 
         patched.setattr(dist.ProcessGroup, "abort", abort)
         model(torch.ones(1, 8))
-        exchange._session.free_device()
-        exchange._session.free_device()
+        exchange.session.free_device()
+        exchange.session.free_device()
     return sorted(aborted), sorted(dist.get_process_group_ranks(group) for group in groups), begun.broken
 
 

@@ -842,7 +842,7 @@ class SlowBackward(Net):
 
     def wait(self) -> None:
         until = time.monotonic() + 20
-        while self.trainer.strategy.exchanger._session.error is None and time.monotonic() < until:
+        while self.trainer.strategy.exchanger.session.error is None and time.monotonic() < until:
             time.sleep(0.01)
 
 
