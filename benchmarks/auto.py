@@ -92,7 +92,7 @@ NOTICED = 250
 MOST, LEAST = 10.0, 3
 FAR = 1.3
 """A strategy that takes this times the fastest of a round is left out of later rounds."""
-ROUNDS, LEAST_ROUNDS, SECONDS = 7, 3, 240.0
+ROUNDS, LEAST_ROUNDS, SECONDS = 7, 3, 500.0
 """Number of rounds, the least number, and seconds after which no further round begins."""
 
 

@@ -160,6 +160,17 @@ def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableH
     return handle
 
 
+def keep_last(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+    """Let a hook run after all other hooks before an optimizer's steps. Call it in a global hook before a step.
+
+    Private in torch 2.8 to 2.15.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    if next(reversed(hooks.values()), None) != hook:
+        for key in [key for key, each in hooks.items() if each == hook]:
+            hooks[key] = hooks.pop(key)
+
+
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Call an optimizer's step without its hooks and without global hooks. Private in torch 2.8 to 2.15."""
     step: Any = type(optimizer).step

@@ -80,4 +80,4 @@ def check_fits(layout: Layout, grads: Mapping[str, Tensor]) -> None:
             if tuple(grads[name].shape) != shape:
                 raise ValueError(f"The gradient of {name!r} has shape {tuple(grads[name].shape)}, before {shape}.")
             if any(size > 1 and not stride for size, stride in zip(shape, grads[name].stride(), strict=True)):
-                raise TypeError(f"The gradient of {name!r} is expanded, so nothing can be written to it: pass its clone().")
+                raise TypeError(f"The gradient of {name!r} is expanded, so nothing can be written to it: clone it.")

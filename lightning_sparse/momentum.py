@@ -296,7 +296,8 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
     # training gains by the payout.
     if known is None and all(_has_betas(group) for group in optimizer.param_groups):
         names = [kind.__name__.lower() for kind in kinds if not kind.__module__.startswith("torch.optim.")]
-        known = next((LIKE[part] for part in LIKE if any(part in name for name in names)), None)
+        if not any(part in name for part in UNLIKE for name in names):
+            known = next((LIKE[part] for part in LIKE if any(part in name for name in names)), None)
     return known
 
 
@@ -350,3 +351,6 @@ ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
 LIKE = {"adam": ADAM_LIKE, "lamb": ADAM_LIKE, "adopt": Moments("exp_avg", _beta, is_guessed=True)}
 """Part of a name to the moments of optimizers of other packages with betas; see `Moments.is_guessed`. ADOPT divides a
 gradient before it enters the first moment, so its moments do not show the part of noise."""
+UNLIKE = ("nadam", "qhadam", "exadam", "dadapt", "muon")
+"""Parts of names of other packages' optimizers that step by more than the first moment, or have moments in different
+units. By the change of the weights, their payout would also send the last gradient many times."""

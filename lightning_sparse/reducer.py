@@ -24,7 +24,7 @@ from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Update, parts_of
 from lightning_sparse.context import Context, State
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange import Exchange, NonFiniteGradient
 from lightning_sparse.exchange import Exchanged as Exchanged
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.gradient_table import Placed
@@ -182,8 +182,8 @@ class Reducer:
         if self.layout is None:
             self.setup(grads)
         assert self.layout is not None
-        check_fits(self.layout, grads)
         try:
+            check_fits(self.layout, grads)
             if self.gradient_check.needs_all_gradients and not self.check_gradients(grads):
                 return
             for segment in self.layout.segments:
@@ -192,6 +192,8 @@ class Reducer:
                 for name, result in zip(segment.names, flat, strict=True):
                     if result.data_ptr() != grads[name].data_ptr():
                         grads[name].copy_(result.view_as(grads[name]))
+        except NonFiniteGradient:  # all ranks raise it, and a later reducer may use the same connection
+            raise
         except Exception as error:
             self.comm.mark_failed(error_message(error, self.comm, self.step))
             raise

@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import parameters_by_name, shard_offset
 from lightning_sparse.hooks.misuse import tensors_in
-from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of, unwrapped
+from lightning_sparse.hooks.optimizer_kinds import unwrapped
+from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_any_sharded, is_sharded, load_optimizer, local, parameters_of, reshard
 from lightning_sparse.state import resized, sources

@@ -35,14 +35,12 @@ class Routing:
         others: a digest of further settings that must be equal on all ranks in each exchange.
         last: the aggregator of each segment's last exchange, by the segment's index. Ranks are in sync if it is that of
             the present exchange.
-        dense_bytes: the bytes that dense averages of all exchanged segments would have sent so far.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
         self._method, self._comm, self._segments = method, comm, layout.segments
         self._settings = hashlib.sha256(repr((method, layout.digest, dtypes)).encode()).hexdigest()  # short
         self.others = 0
-        self.dense_bytes = 0.0
         self._logged: set[float | None] = set()
         self.last: dict[int, Aggregator[Any]] = {}
 
@@ -56,9 +54,9 @@ class Routing:
         return zlib.crc32(repr(equal).encode())
 
     def note_exchange(self, segment: Segment, aggregator: Aggregator[Any]) -> None:
-        """Record that the aggregator has exchanged the segment."""
+        """Record that the aggregator has exchanged the segment, and count the bytes of a dense average of it."""
         self.last[segment.index] = aggregator
-        self.dense_bytes += self._dense_nbytes(segment)
+        self._comm.dense_bytes += self._dense_nbytes(segment)
 
     def dense_segments(self, density: float | None) -> list[Segment]:
         """Return the segments that fall back to dense at the given density."""

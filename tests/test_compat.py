@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lightning_sparse
 from lightning_sparse import _compat
@@ -156,6 +156,20 @@ def test_register_first():
     handle.remove()
     optimizer.step()
     assert called == ["first", "early", "early"]
+
+
+def test_keep_last():
+    optimizer, called = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), []
+
+    def mine(*_):
+        called.append("mine")
+
+    optimizer.register_step_pre_hook(mine)
+    before = register_optimizer_step_pre_hook(lambda each, *_: _compat.keep_last(each, mine))
+    optimizer.register_step_pre_hook(lambda *_: called.append("later"))
+    optimizer.step()
+    before.remove()
+    assert called == ["later", "mine"]
 
 
 def test_changes_within_preserve_versions_do_not_count():

@@ -357,6 +357,10 @@ def test_advise_does_not_say_that_a_density_by_hand_trained_as_well(capsys, monk
     assert re.search(r"^topk .*\(not seen to train as dense\)", by_hand, re.M)
     assert re.search(r"^int4 takes \d+% of the time of .* trained as well", by_hand, re.M)
     assert "next_step" not in by_hand
+    monkeypatch.setattr(advise, "METHODS", {"topk": METHODS["topk"]})
+    of_eight = table(capsys, "--bandwidth", "1Mbit", "--backward", "0.1", "--density", "0.01")
+    assert "No method that trained as well as dense with 8 workers, with the options of its runs, is faster" in of_eight
+    assert "Leave --density out to compare the density that trained." in of_eight
 
 
 def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):

@@ -373,6 +373,7 @@ def test_moments_of_others_stay_where_a_parameter_was_not_stepped():
         *((name, ADAM_LIKE) for name in ("FusedAdam", "StableAdamW", "DeepSpeedCPUAdam", "AdamP", "Lamb", "FusedLAMB")),
         ("ADOPT", LIKE["adopt"]),  # momentum payout alone
         *((name, None) for name in ("Ranger", "SOAP", "AdEMAMix", "Prodigy", "Lookahead")),
+        *((name, None) for name in ("NAdamW", "QHAdam", "EXAdam", "DAdaptAdam", "AdaMuon")),
     ],
 )
 def test_only_adam_lamb_and_adopt_are_treated_as_adam(name, moments):

@@ -198,7 +198,7 @@ class _Totals:
         # Validation or a checkpoint may cause an exchange before `local_steps` steps are complete.
         steps = trainer.strategy.exchanger.steps_taken if reducer.method.local_steps > 1 else reducer.step
         seconds = {**reducer.seconds, "exchange": reducer.comm.seconds}
-        return _Totals(steps, reducer.step, reducer.comm.sent_bytes, reducer.routing.dense_bytes, seconds)
+        return _Totals(steps, reducer.step, reducer.comm.sent_bytes, reducer.comm.dense_bytes, seconds)
 
     def seconds_since(self, before: _Totals) -> dict[str, float]:
         steps = self.steps - before.steps

@@ -59,15 +59,15 @@ class ContractionRatio(StepCallback):
     def report(self, seen: _Losses, trainer: Trainer, step: int) -> dict[str, float]:
         scalars: dict[str, float] = {}
         for name, (lost, total, sent, numel) in seen.sums.items():
-            tags = _tags("contraction" if name is None else f"layers/{name}/contraction", seen.has_bounds)
+            tags = _tags("contraction" if name is None else f"layers/{name}/contraction")
             kept = 1 - sent / max(numel, 1)
             # `lost` is a difference of sums, which rounding may make slightly negative.
             ratio = max(0.0, lost) / total if total > 0 else math.nan
-            scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=False))
+            scalars |= dict(zip(tags, (ratio, kept, kept**2), strict=True))
         return scalars
 
 
-def _tags(prefix: str, has_bounds: bool) -> list[str]:
+def _tags(prefix: str, has_bounds: bool = True) -> list[str]:
     return [f"{prefix}/{series}" for series in (SERIES if has_bounds else SERIES[:1])]
 
 
@@ -76,12 +76,11 @@ class _Losses(Observer):
 
     Attributes:
         sums: (Σ(u − C(u))², Σu², number of entries sent, number of elements) by parameter name, or by None for the
-            model. The number of entries is NaN for methods that do not send entries.
-        has_bounds: whether all sent entries go into the result, so that their number has bounds.
+            model. The number of entries is NaN if ranks do not send entries, or if not all of them go into the result.
     """
 
     def __init__(self, per_layer: bool, has_bounds: bool) -> None:
-        self.per_layer, self.has_bounds = per_layer, has_bounds
+        self.per_layer, self._has_bounds = per_layer, has_bounds
         self.sums: dict[str | None, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
         self._squares: dict[int, list[Tensor]] = {}  # by segment: several may wait for their exchange
 
@@ -102,7 +101,7 @@ class _Losses(Observer):
             gone = before.square() - (before - values).square()
             pieces = by_parameter(gone, indices, segment) if self.per_layer else [gone]
             lost = [total - some.sum() for total, some in zip(squares, pieces, strict=True)]
-            sent = [some.numel() for some in pieces]
+            sent = [some.numel() for some in pieces] if self._has_bounds else sent
         else:
             left = u - applied
             lost = [sum_of_squares([part]) for part in self._parts(segment, left)]

@@ -90,6 +90,7 @@ class GradientDistribution(StepCallback):
 
     def report(self, seen: _Distributions, trainer: Trainer, step: int) -> dict[str, float]:
         scalars: dict[str, float] = {}
+        writers = summary_writers(trainer.loggers)
         quantities = QUANTITIES | {"g": f"{seen.exchanged} g"}
         wholes = {letter: distribution.summary() for letter, distribution in seen.wholes.items()}
         summaries: dict[tuple[str | None, str], Summary | None] = {(None, key): whole for key, whole in wholes.items()}
@@ -97,7 +98,7 @@ class GradientDistribution(StepCallback):
             if summary is None:
                 continue
             prefix = "distribution" if name is None else f"layers/{name}"
-            for writer in summary_writers(trainer.loggers):
+            for writer in writers:
                 summary.write(writer, f"{prefix}/{quantities[letter]}", step)
                 if name is None and summary.std > 0:
                     summary.standardised().write(writer, f"{prefix}_in_stds/{quantities[letter]}", step)

@@ -34,6 +34,7 @@ class Comm(abc.ABC):
             input and all-reduce 2(P − 1)/P times its input, as in the ring algorithms. Broadcast counts its input on
             the source, sendrecv its input, and all-to-all the chunks for other ranks. The broadcast of weights before
             the first step is not counted.
+        dense_bytes: bytes that it would have sent so far for dense averages instead; see `Routing`.
         seconds: time spent inside collectives so far, including the wait for slower ranks. With NCCL it is the host's
             time to launch them, because the host does not wait for the device.
         statuses: status tensors by device; `Exchange` keeps them here for these `ranks`.
@@ -43,7 +44,7 @@ class Comm(abc.ABC):
         self.rank = rank
         self.size = size
         self.ranks: Sequence[int] = range(size)
-        self.sent_bytes = 0
+        self.sent_bytes, self.dense_bytes = 0, 0.0
         self.seconds = 0.0
         self.statuses: dict[torch.device, Tensor] = {}
         self._counts = Counter[str]()  # collectives that the host has started and completed

@@ -46,13 +46,15 @@ class ExchangedGradients:
     Args:
         params: the parameters of a model, by name.
         knows_scale: returns whether the exchange knows the factor on the loss.
+        clips: whether gradients are clipped before an exchange.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool]) -> None:
-        self._knows_scale = knows_scale
+    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool], clips: bool = False) -> None:
+        self._knows_scale, self._clips = knows_scale, clips
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
+        self._earlier: set[int] = set()  # exchanged gradients to which this backward pass adds
         self._local: set[int] = set()  # gradients of backward passes since DDP last delivered them
         self._left_out: set[int] = set()  # parameters without a part in this backward pass whose gradients wait
         self._looked = True  # whether this backward pass has compared gradients with `_written`
@@ -76,7 +78,7 @@ class ExchangedGradients:
             hook.remove()
         unwrap("step", self._scaled_step)
         unwrap("unscale_", self._unscale)
-        self._params, self._written, self._local = {}, {}, set()
+        self._params, self._written, self._local, self._earlier = {}, {}, set(), set()
 
     def on_delivery(self, params: Iterable[Tensor], unused: Container[str] = ()) -> None:
         """Note that DDP delivers the gradients of these parameters, for ranks to exchange.
@@ -87,6 +89,14 @@ class ExchangedGradients:
         keys = [*map(id, params)]
         self._local.difference_update(keys)
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
+        both = [self._params[key][0] for key in keys if key in self._earlier]
+        if self._clips and (name := next((name for name in both if name not in unused), None)):
+            self._end()
+            log.warning(
+                f"clip_norm clips the gradient of {name!r} together with the exchanged gradient of an earlier backward "
+                f"pass, which waits for a step: the residuals do not take back what is clipped of it. Call the model "
+                f"within no_sync() in all backward passes before a step but the last one."
+            )
 
     def on_exchange(self, names: Iterable[str]) -> None:
         """Record the gradients of these parameters, just after ranks have exchanged them."""
@@ -114,6 +124,7 @@ class ExchangedGradients:
             self._looked = True
             self._note_move()
             self._thrown_away |= {key for key in self._written if self._has_changed(key)}
+            self._earlier = self._written.keys() - self._thrown_away
 
     def _accumulated(self, param: Tensor) -> None:
         self._written.pop(id(param), None)

@@ -95,7 +95,8 @@ class GradientExchanger(Exchanger):
         # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         check = self.reducer.gradient_check
-        self._exchanged = ExchangedGradients(params, lambda: check.get_scale is not None) if warns else None
+        clips = self.reducer.options.clip_norm is not None
+        self._exchanged = ExchangedGradients(params, lambda: check.get_scale is not None, clips) if warns else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the thread out of copies of the model. They have no hook, like copies of a stock model."""

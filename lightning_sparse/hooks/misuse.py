@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_sparse._compat import in_ddp_forward, initializes_state, version
+from lightning_sparse._compat import in_ddp_forward, initializes_state, keep_last, version
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.options import listed
@@ -36,7 +36,7 @@ def check_optimizers(given: Any) -> Sequence[Optimizer]:
     optimizers = [given] if isinstance(given, Optimizer) else given
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"attach_updates(optimizer={type(given).__name__}(...)): give an optimizer, or a list of them.")
-    return optimizers
+    return [*optimizers]  # the user may change the list
 
 
 class UnattachedOptimizerCheck:
@@ -47,10 +47,14 @@ class UnattachedOptimizerCheck:
     Args:
         optimizers: the attached optimizers, whose updates are exchanged.
         model: the model; the check keeps no reference to it.
+        last: a hook before the steps of these optimizers, to run after hooks that a user registers later; None if
+            there is none.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-        self._own, self._model = optimizers, weakref.ref(model)
+    def __init__(
+        self, optimizers: Sequence[Optimizer], model: nn.Module, last: Callable[..., Any] | None = None
+    ) -> None:
+        self._own, self._model, self._last = optimizers, weakref.ref(model), last
         self._steps, self._inside = 0, False  # steps of `optimizers` so far, and whether one is running
         self._steps_before: dict[int, int] = {}  # `_steps` when a step of another optimizer began
         self._hooks = (
@@ -71,6 +75,8 @@ class UnattachedOptimizerCheck:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._own:
             self._inside, self._steps = True, self._steps + 1
+            if self._last is not None:
+                keep_last(optimizer, self._last)
         elif not initializes_state():  # torch creates the state by a step that changes nothing
             self._steps_before[id(optimizer)] = self._steps
 

@@ -69,7 +69,7 @@ class StockExchanger(Exchanger):
         """Count a step, and the bytes that each step sends."""
         self.reducer.finish_step()
         dense = self.reducer.routing.dense_nbytes
-        self.reducer.routing.dense_bytes += dense
+        self.comm.dense_bytes += dense
         self.count_bytes(round(dense * self._share))
 
     def count_bytes(self, nbytes: int) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
 import logging
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -37,14 +36,26 @@ from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step, is_inner_step
 from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
 from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
+from lightning_sparse.hooks.optimizer_kinds import (
+    DUAL_AVERAGING,
+    LAZY,
+    RECOMPUTES,
+    inner_of,
+    is_named,
+    is_zero,
+    scales_gradient,
+    unwrapped,
+    warn_of_density,
+    warn_of_evaluation,
+    warn_of_optimizers,
+)
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
-from lightning_sparse.methods import UPDATE_DENSITY, Method
+from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
-from lightning_sparse.trained import ABOVE_DENSE
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
@@ -155,6 +166,7 @@ class UpdateExchanger(Exchanger):
         timeout: timedelta | None = None,
         compare_numbers: bool = True,
     ) -> None:
+        optimizers = [*optimizers]  # the user may change the list
         with report_errors_to_peers():
             if next(model.parameters(), None) is None:
                 raise ValueError(
@@ -199,7 +211,7 @@ class UpdateExchanger(Exchanger):
             exchanged="update",
         )
         self._rates = Rates(session.comm, optimizers, session.device, have_residuals=method.memory.error_feedback)
-        self._unattached = UnattachedOptimizerCheck(optimizers, model)
+        self._unattached = UnattachedOptimizerCheck(optimizers, model, self._before_step)
         try:
             self._broadcast_weights()
             session.open_connections()
@@ -557,7 +569,7 @@ def check_updates(method: Method, optimizers: Sequence[Optimizer]) -> None:
                 f"optimizer, give that one instead, often {name}.optimizer. Otherwise let its constructor call "
                 f"torch's; or exchange gradients, by {GRADIENTS}."
             )
-        if recomputes_weights(optimizer) and _needs_agreed_weights(method):
+        if is_named(optimizer, DUAL_AVERAGING) and _needs_agreed_weights(method):
             raise ValueError(
                 f"{name} {RECOMPUTES}, so an exchange of updates does not change its weights for good. Exchange "
                 f"gradients, by {GRADIENTS}; or use another optimizer, such as AdamW."
@@ -591,111 +603,6 @@ def _needs_agreed_weights(method: Method) -> bool:
     It is so if entries wait, if an outer step changes the mean, or if several local steps follow an exchange.
     """
     return method.is_sparse or method.rule.has_outer_step or method.rule.local_steps > 1
-
-
-def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 of optimizers whose weights for evaluation come from state that differs among ranks."""
-    for optimizer in optimizers:
-        if evaluates_other_weights(optimizer) and dist.get_rank() == 0:
-            log.warning(
-                f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
-                f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
-                f"optimizer that has no eval()."
-            )
-
-
-def takes_signs(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps by signs, judged by its name. RMSprop and AdamW do not."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(each in name for name in names for each in SIGNS)
-
-
-def signs_message(optimizer: Optimizer) -> str:
-    """Return a warning of an optimizer that steps by signs and a sparse method."""
-    return (
-        f"{type(optimizer).__name__} takes signs, so no entry of its steps is larger than others, and a sparse method "
-        f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, such "
-        f"as 'int4'."
-    )
-
-
-def is_named(optimizer: Optimizer, names: Collection[str]) -> bool:
-    """Return whether the name of an optimizer's class, or of a base of it, contains one of these names."""
-    return any(name in kind.__name__ for kind in type(optimizer).__mro__ for name in names)
-
-
-def warn_of_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 of optimizers whose sparse updates trained worse than dense averages of gradients."""
-    if dist.get_rank() > 0:
-        return
-    if (signs := next(filter(takes_signs, optimizers), None)) is not None:
-        log.warning(signs_message(signs))
-    for kind in {type(optimizer) for optimizer in optimizers if is_named(optimizer, ABOVE_DENSE)}:
-        log.warning(
-            f"The loss of a GPT with {kind.__name__} was higher with sparse updates than with dense averages of "
-            f"gradients. Compare losses with strategy='ddp'; or take a method that sends every element, such as 'int4'."
-        )
-
-
-def warn_of_density(method: Method, optimizers: Sequence[Optimizer]) -> None:
-    """Warn on rank 0 of a density that is too small for the updates of optimizers such as AdamW."""
-    other = next((each for each in optimizers if not scales_gradient(each)), None)
-    if method.is_sparse and (method.density or 1) < UPDATE_DENSITY and other is not None and dist.get_rank() == 0:
-        log.warning(
-            f"density={method.density:g} is small for updates of {type(other).__name__}: at 0.001 a GPT with AdamW "
-            f"needed 1.24 times the steps of dense training, and at {UPDATE_DENSITY:g} no more. Leave density out, or "
-            f"give a larger one, unless your link asks for it."
-        )
-
-
-def scales_gradient(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's steps are linear in its gradients, as with torch's SGD."""
-    return isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD)
-
-
-def evaluates_other_weights(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has an `eval` that makes weights for evaluation, as schedule-free ones do."""
-    return callable(getattr(optimizer, "eval", None))
-
-
-SIGNS = ("lion", "sign", "tiger", "rprop")
-"""Parts of the names of optimizers whose steps have the same size for all elements: Lion, SignSGD, DAdaptLion, ..."""
-LAZY = "steps only rows that have a gradient, and by their own moments"
-"""The reason of SparseAdam."""
-RECOMPUTES = "computes weights from the first ones and the sum of all gradients"
-"""The reason of optimizers whose steps do not start from the present weights."""
-
-
-def recomputes_weights(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is of the kind of dual averaging, judged by its name, as MADGRAD and FTRL are."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(each in name for name in names for each in ("madgrad", "ftrl", "dualaveraging", "dadaptadagrad"))
-
-
-def shares_steps(optimizer: Optimizer) -> bool:
-    """Return whether each rank steps its part of the parameters for all ranks, and then gathers the other parts.
-
-    The name of a class or the code of its step says so. The second is a guess, as for Jordan's Muon.
-    """
-    steps = (inspect.unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    called = {name for step in steps for name in getattr(getattr(step, "__code__", None), "co_names", ())}
-    return is_zero(optimizer) or not called.isdisjoint({"all_gather", "all_gather_into_tensor"})
-
-
-def is_zero(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is that of torch or of fairscale for ZeRO, judged by its name."""
-    return bool({kind.__name__ for kind in type(optimizer).__mro__} & {"ZeroRedundancyOptimizer", "OSS"})
-
-
-def inner_of(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that a wrapper steps, such as one of ZeRO; the optimizer itself if there is none."""
-    inner: Optimizer = getattr(optimizer, "optim", optimizer)
-    return inner
-
-
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in a wrapper that calls no hooks, such as accelerate's; else the optimizer itself."""
-    return optimizer if has_step_hooks(optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
 def exchange_of(optimizer: Optimizer) -> UpdateExchanger | None:

@@ -205,6 +205,9 @@ class AutoStrategy(Mixin):
         """Begin a dense average of gradients: a candidate whose options are None."""
         raise NotImplementedError
 
+    def _check_frozen(self) -> None:
+        """Raise RuntimeError if a parameter whose gradients are not averaged has one. Called after a backward pass."""
+
     def _exchanges_updates(self, base: StrategyOptions, ranks: int) -> bool:
         """Return whether updates of the optimizers can be exchanged, and trained as well as dense averages."""
         if replace(base, exchange="auto").choose(self.optimizers)[0] != "update":
@@ -306,16 +309,14 @@ class AutoStrategy(Mixin):
         assert old.exchanger is not None
         comm = old.exchanger.comm
         reducer = old.exchanger.reducer
-        kept = comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating
-        dense_bytes = reducer.routing.dense_bytes
+        kept = comm.sent_bytes, comm.dense_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating
         old.close()
         self._training, self.model = Training(), self.lightning_module
         del old, reducer
         gc.collect()  # of DistributedDataParallel's buckets
         self._use(self.choice, trainer)
         reducer, comm = self.reducer, self.reducer.comm
-        comm.sent_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating = kept
-        reducer.routing.dense_bytes = dense_bytes
+        comm.sent_bytes, comm.dense_bytes, comm.seconds, reducer.seconds, reducer.step, comm.peers.terminating = kept
         self._auto.step = self.done  # steps of another kind count from now on
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
@@ -360,6 +361,7 @@ class AutoStrategy(Mixin):
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
+        self._check_frozen()
         if not self._is_manual:
             self._auto.clock.note_end()
             if not self._has_counted and not accumulates(self.lightning_module.trainer):
@@ -443,8 +445,7 @@ class AutoDDP(AutoStrategy):
         stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
         self._begin_fit(trainer, Training(stock, self.optimizers), "")
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
+    def _check_frozen(self) -> None:
         params = self._auto.parameters
         for name in params.frozen if isinstance(self.exchanger, StockExchanger) else ():
             param = params.by_name[name]

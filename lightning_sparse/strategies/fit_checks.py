@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import has_step_hooks
-from lightning_sparse.hooks.update_exchange import (
+from lightning_sparse.hooks.optimizer_kinds import (
+    DUAL_AVERAGING,
     LAZY,
     RECOMPUTES,
+    SIGNS,
     evaluates_other_weights,
     inner_of,
     is_named,
-    recomputes_weights,
     scales_gradient,
     shares_steps,
     signs_message,
-    takes_signs,
 )
 from lightning_sparse.memory import Momentum
 from lightning_sparse.methods import Method
@@ -52,7 +52,7 @@ def reason_against_updates(optimizer: Optimizer) -> str | None:
         return SHARED
     if isinstance(optimizer, torch.optim.SparseAdam):
         return LAZY
-    return RECOMPUTES if recomputes_weights(optimizer) else None
+    return RECOMPUTES if is_named(optimizer, DUAL_AVERAGING) else None
 
 
 def reason_for_gradients(optimizer: Optimizer) -> str | None:
@@ -66,7 +66,7 @@ def reason_for_gradients(optimizer: Optimizer) -> str | None:
         return "evaluates other weights than it trains"
     if scales_gradient(optimizer):
         return "scales the gradient"
-    if takes_signs(optimizer):
+    if is_named(optimizer, SIGNS):
         return "takes signs"
     return None
 
@@ -135,7 +135,7 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
     adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
     barred = (each for each in optimizers if reason_against_updates(each) and not scales_gradient(inner_of(each)))
-    signs = next(filter(takes_signs, optimizers), None)
+    signs = next((each for each in optimizers if is_named(each, SIGNS)), None)
     evaluating = next(filter(evaluates_other_weights, optimizers), None)
     if (other := next(barred, None)) is not None:
         inner, reason = inner_of(other), reason_against_updates(other) or ""

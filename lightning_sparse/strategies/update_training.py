@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,10 +79,14 @@ class UpdateTraining(Training):
         self.exchanger.exchange_pending()
 
     def wait(self) -> bool:
-        with contextlib.suppress(Exception):
+        started = time.perf_counter()
+        try:
             self.exchanger.updates.wait()
-            return True
-        return False
+        except Exception:
+            return False
+        finally:
+            self.exchanger.reducer.seconds["exposed"] += time.perf_counter() - started
+        return True
 
     def refresh_parameters(self) -> None:
         # Callbacks such as BaseFinetuning add parameters to optimizers when fit starts.

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import itertools
+import math
 import random
 import threading
 import time
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from lightning_sparse import METHODS, Comm, Reducer, attach, method, simulate
+from lightning_sparse import METHODS, Comm, NonFiniteGradient, Reducer, attach, method, simulate
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.hooks import GradientExchanger
 from lightning_sparse.hooks.ddp import exchange_gradients, trainable_parameters
 from lightning_sparse.hooks.session import Session
@@ -513,6 +515,44 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
     cases = list(itertools.product(LOOPS, (False, True)))
     (found,) = run_ranks(1, lambda _: {case: warns(LOOPS[case[0]][0], case[1]) for case in cases})
     assert found == {case: LOOPS[case[0]][1] for case in cases}
+
+
+def accumulates_and_clips(rank: int, no_sync: bool) -> list[str]:
+    messages = Messages()
+    ddp = DistributedDataParallel(nn.Linear(30, 30))
+    attach(ddp, "topk", density=0.1, clip_norm=0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for _ in range(3):
+        with ddp.no_sync() if no_sync else contextlib.nullcontext():
+            ddp(torch.ones(2, 30)).sum().backward()
+        ddp(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return messages.texts
+
+
+def test_clipping_of_what_ranks_have_exchanged_is_warned_of_once():
+    (text,), nothing = run_ranks(2, accumulates_and_clips, False)
+    assert text.startswith(
+        "clip_norm clips the gradient of 'weight' together with the exchanged gradient of an earlier"
+    )
+    assert nothing == []
+    assert run_ranks(2, accumulates_and_clips, True) == [[], []]
+
+
+def trial_after_a_trial(rank: int) -> float:
+    comm = ProcessGroupComm()
+    grads = {"w": torch.full((8,), math.nan if rank else 1.0)}
+    with pytest.raises(NonFiniteGradient, match="on rank 1 at step 0"):
+        Reducer(method("topk", density=0.5), comm).reduce_(grads)
+    again, grads = Reducer(method("topk", density=1.0), ProcessGroupComm()), {"w": torch.full((8,), rank + 1.0)}
+    time.sleep(rank)  # rank 0 waits, and looks for failures
+    again.reduce_(grads)
+    return float(grads["w"][0])
+
+
+def test_a_reducer_after_another_one_that_met_a_nan_does_not_end_by_it():
+    assert run_ranks(2, trial_after_a_trial) == [1.5, 1.5]
 
 
 @full

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import attach, attach_updates, exchange_pending, method
 from lightning_sparse.hooks import UpdateExchanger, misuse
-from lightning_sparse.hooks.update_exchange import LAZY, check_updates
+from lightning_sparse.hooks.optimizer_kinds import LAZY
+from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.strategies.fit_checks import reason_for_gradients
 from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead, Messages
@@ -45,6 +46,15 @@ def second_optimizer(net: nn.Module) -> Any:
     gradients(net, 0)
     first.step()
     return caught(torch.optim.SGD(net[2].parameters(), 0.1).step)
+
+
+def second_optimizer_in_the_list(net: nn.Module) -> Any:
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(net.parameters())]
+    attach_updates(net, optimizers)
+    gradients(net, 0)
+    optimizers[0].step()
+    optimizers[0] = torch.optim.SGD(net[2].parameters(), 0.1)
+    return caught(optimizers[0].step)
 
 
 def late_backbone(net: nn.Module) -> Any:
@@ -129,6 +139,7 @@ def replaced_parameters(net: nn.Module) -> Any:
     [
         (temporary_container, "RuntimeError", "the module that attach_updates got is gone"),
         (second_optimizer, "RuntimeError", "A SGD that attach_updates did not get has stepped '2.weight'"),
+        (second_optimizer_in_the_list, "RuntimeError", "A SGD that attach_updates did not get has stepped '2.weight'"),
         (late_backbone, "RuntimeError", "A AdamW that attach_updates did not get has stepped '0.weight' of the Seq"),
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
         (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
@@ -431,3 +442,32 @@ def test_sparse_adam_is_refused():
     with pytest.raises(ValueError, match=r"SparseAdam steps only rows that have a gradient.* Set sparse=False"):
         check_updates(method("topk"), [optimizer])
     assert reason_for_gradients(optimizer) == LAZY
+
+
+def clamped(rank: int, by_hook: bool) -> list[Tensor]:
+    """Clamp the weights before each step, in the loop or in a hook that is registered after `attach_updates`."""
+    net = network()
+    with torch.no_grad():
+        net[0].weight[0, 0] = 5.0
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            net[0].weight.clamp_(-0.2, 0.2)
+
+    attach_updates(net, optimizer, density=0.5)
+    if by_hook:
+        optimizer.register_step_pre_hook(clamp)
+    for step in range(4):
+        gradients(net, step)
+        if not by_hook:
+            clamp()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def test_a_later_hook_before_the_step_changes_weights_like_the_loop():
+    by_hook, in_loop = (run_ranks(2, clamped, by_hook) for by_hook in (True, False))
+    for hooked, looped in zip(by_hook, in_loop, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(hooked, looped, strict=True))
+    assert by_hook[0][0].abs().max() < 0.3

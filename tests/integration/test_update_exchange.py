@@ -50,7 +50,8 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.hooks import session as session_module
-from lightning_sparse.hooks.update_exchange import RECOMPUTES, check_updates
+from lightning_sparse.hooks.optimizer_kinds import RECOMPUTES
+from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies.fit_checks import reason_for_gradients
