@@ -80,8 +80,15 @@ class SegmentStates:
     def clear(self) -> None:
         """Set all state to zero."""
         self._loaded, self._kept = None, {}
+        self._restart([*self.specs])
+
+    def restart_equal_states(self) -> None:
+        """Set all state to zero that is equal on all ranks."""
+        self._restart([name for name, spec in self.specs.items() if spec.resize == "replicate"])
+
+    def _restart(self, names: Collection[str]) -> None:
         for state in self.by_segment:
-            for name in list(state):
+            for name in state.keys() & names:
                 if self.specs[name].per == "segment":
                     del state[name]
                 else:

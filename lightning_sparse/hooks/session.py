@@ -499,7 +499,7 @@ class Session:
                 self._seen_done = done
             elif done is not self._seen_done:
                 self.comm.raise_if_peer_failed()
-            elif (self.comm.peers.has_parts or self.over_nccl) and (reason := self.comm.peers.reported()):
+            elif self._looks_ahead and (reason := self.comm.peers.reported()):
                 raise RankFailure(reason)
         except Exception as error:
             # The training thread may wait for the failed rank, for the device or in a collective of the model. It
@@ -507,6 +507,11 @@ class Session:
             self.end_by(error)
             log.error(error_message(error, self.comm, self.reducer.step))
             self._free_unless_launching()
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether failures of others are looked for between exchanges: the next one is far, or the device may wait."""
+        return self.comm.peers.has_parts or self.over_nccl or self.reducer.method.local_steps > 1
 
     def _free_unless_launching(self) -> None:
         """Free the device, unless another thread has just begun to launch: NCCL would then use a freed communicator.

@@ -262,6 +262,7 @@ class Checkpoints:
                 self.strategy.inform(f"{str(filepath)!r} holds no residuals: they start at 0.")
             return
         error: str | None = None
+        state: dict[str, Any] | None = None
         missing: list[int] = []
         changed: list[str] = []
         try:
@@ -281,6 +282,9 @@ class Checkpoints:
                 f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "
                 f"been sent yet."
             )
+        have_state = gather(state is not None)
+        if any(have_state) and not all(have_state):  # a rank without sidecar files cannot take these states from others
+            reducer.segment_states.restart_equal_states()
         if changed and self._rank == 0:
             self.strategy.inform(
                 f"The optimizers' states of {str(filepath)!r} are not as they were saved, by a hook for "

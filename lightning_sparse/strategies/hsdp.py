@@ -67,11 +67,6 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
             )
         return super().reducer
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self.exchanger is not None:  # before FSDP2's collectives wait for a rank that has failed
-            self.exchanger.session.raise_known_failure()
-
     def on_exception(self, exception: BaseException) -> None:
         if self.exchanger is not None:  # FSDP2's collectives say that a rank has ended, but not why
             self.exchanger.session.fail(exception, in_model=True)

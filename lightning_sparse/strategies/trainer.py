@@ -105,6 +105,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             self._reducer.epoch = self.lightning_module.trainer.current_epoch
         if self._shutdown is not None:
             self._shutdown.begin()
+        if self.exchanger is not None:  # before a collective of FSDP2, or many local steps
+            self.exchanger.session.raise_known_failure()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -125,7 +127,10 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._training.exchange_pending()
-        self.pause()
+        module: Any = self.lightning_module
+        sources = module, getattr(module.trainer, "datamodule", None)
+        if not any(getattr(each, "allow_zero_length_dataloader_with_multiple_devices", False) for each in sources):
+            self.pause()  # otherwise a rank without batches does not come here
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         if (module := self.lightning_module) is not None and module.trainer.training:

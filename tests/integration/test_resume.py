@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
 
-from lightning_sparse import method
+from lightning_sparse import SparseDDPStrategy, method
+from lightning_sparse import checkpoint as sidecars
 from tests.integration.checkpoints import (
     MOMENTUM,
     OPTIMIZERS,
@@ -315,3 +316,30 @@ def test_another_method(saved):
         assert dense[0] == {}
         said = any("contains residual of Residual, which Identity() + NoMemory()" in text for text in dense[1])
         assert said == (i == 0)
+
+
+def resumed_without_files_on_one_rank(rank, folder):
+    """Return warnings and weights of a resume with an outer optimizer, if rank 1's node has no sidecar files."""
+    options = {"local_steps": 2, "process_group_backend": "gloo"}
+
+    def train(steps, **given):
+        net = Net(torch.optim.AdamW, lr=0.01)
+        strategy = SparseDDPStrategy("diloco", **options)
+        run = trainer(strategy, 2, default_root_dir=folder, max_steps=steps, max_epochs=-1)
+        run.fit(net, Loader(rank, 2, 8), **given)
+        assert run.global_step == steps
+        return run, net
+
+    run, _ = train(4)
+    run.save_checkpoint(folder / "four.ckpt")
+    assert run.strategy.reducer.states[0]["outer_momentum"].any()
+    if rank == 1:
+        sidecars.read = lambda *_: (None, [rank])
+    (_, net), warnings = with_warnings(train, 8, ckpt_path=folder / "four.ckpt")
+    return warnings, net.weights
+
+
+def test_state_that_is_equal_on_all_ranks_starts_anew_if_one_has_no_sidecar_files(tmp_path):
+    (warnings, first), (_, second) = lightning_ranks(2, resumed_without_files_on_one_rank, tmp_path)
+    assert any("start with empty ones" in text for text in warnings)
+    assert torch.equal(first, second)

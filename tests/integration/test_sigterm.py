@@ -195,7 +195,11 @@ def test_slurms_signal_saves_a_checkpoint_of_one_batch_and_requeues_the_job_once
     assert first[2:] == ["complete", BATCHES]
     assert torch.equal(weights, theirs)
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
-    assert len(list(tmp_path.glob("hpc_ckpt_1.ckpt.residuals/*"))) == 2
+    assert len(list(tmp_path.glob("hpc_ckpt-1.ckpt.residuals/*"))) == 2
+    # Without the checkpoint, a later job starts anew.
+    (tmp_path / "hpc_ckpt_1.ckpt").unlink()
+    later = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    assert later._checkpoint_connector._hpc_resume_path is None
 
 
 class Peers(pl.Callback):

@@ -789,6 +789,54 @@ def test_an_error_within_backward_is_told_to_the_others(overlap):
     assert all(seconds < SOON for _, _, seconds in (first, second))
 
 
+class FailsBetweenExchanges(Net):
+    """Rank 1 raises in its fourth batch. Each batch takes a tenth of a second."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        time.sleep(0.1)
+        if self.global_rank == 1 and index == 3:
+            raise ZeroDivisionError("no more data")
+        return super().training_step(batch, index)
+
+
+def test_an_error_between_two_exchanges_is_told_to_the_others_before_the_next():
+    def run(rank: int) -> tuple[str, str, float]:
+        options = {"local_steps": 1000, "process_group_backend": "gloo"}
+        train = trainer(SparseDDPStrategy("topk", exchange="update", **options), 2)
+        net = FailsBetweenExchanges(ADAMW, lr=0.01)
+        return caught(lambda: train.fit(net, Loader(rank, 2, 1000)))
+
+    first, second = lightning_ranks(2, run)
+    assert first[:2] == ("RankFailure", "Rank 1 failed at step 0: ZeroDivisionError: no more data")
+    assert second[0] == "ZeroDivisionError"
+    assert first[2] < SOON  # 1,000 batches would take 100 s
+
+
+class ValidatesAlone(Net):
+    """Rank 1 has no batches to validate, and rank 0 takes longer than a look for failures."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW, lr=0.01)
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        time.sleep(1.5)
+
+
+def test_a_rank_without_batches_to_validate_waits_for_the_others():
+    def run(rank: int) -> tuple[int, Tensor]:
+        net = ValidatesAlone()
+        options = {"max_epochs": 2, "use_distributed_sampler": False}
+        train = trainer(SparseDDPStrategy("topk", process_group_backend="gloo"), 2, **options)
+        validated: Any = torch.utils.data.DataLoader([0] * (1 - rank), batch_size=None)
+        train.fit(net, Loader(rank, 2, 3), validated)
+        return train.global_step, net.weights
+
+    (steps, weights), (others, theirs) = lightning_ranks(2, run)
+    assert steps == others == 6
+    assert torch.equal(weights, theirs)
+
+
 class Overflowing(Net):
     """Rank 1's loss overflows in its third batch."""
 
