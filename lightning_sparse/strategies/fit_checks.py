@@ -151,7 +151,7 @@ def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
             remedy = "Take a method that sends every element, such as 'int4', as optimizers share parameters here"
         log.warning(
             f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
-            f"needed 4 to 6 times as many steps with them as with dense ones. {remedy}."
+            f"needed 3.5 to 6 times as many steps with them as with dense ones. {remedy}."
         )
     elif signs is not None:
         log.warning(signs_message(signs))

@@ -789,6 +789,42 @@ def test_an_error_within_backward_is_told_to_the_others(overlap):
     assert all(seconds < SOON for _, _, seconds in (first, second))
 
 
+class FailsInStep(torch.optim.AdamW):
+    """Raises on rank 0 in its third step, when it has changed the weights."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.steps += 1
+        if self.steps == 3 and dist.get_rank() == 0:
+            raise ZeroDivisionError("too late")
+        return result
+
+
+class SavesOnException(pl.Callback):
+    before: Tensor
+    saved: Tensor
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.before = module.weights
+
+    def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.saved = torch.cat([state[name].flatten() for name, _ in module.named_parameters()])
+
+
+def test_a_checkpoint_on_an_error_within_the_step_has_the_weights_before_it():
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        watch = SavesOnException()
+        train = trainer(SparseDDPStrategy("topk"), 2, callbacks=[watch], gradient_clip_val=1.0)
+        caught(lambda: train.fit(Net(FailsInStep, lr=0.01), Loader(rank, 2)))
+        return watch.before, watch.saved
+
+    (before, saved), _ = lightning_ranks(2, run)
+    assert torch.equal(before, saved)
+
+
 class FailsBetweenExchanges(Net):
     """Rank 1 raises in its fourth batch. Each batch takes a tenth of a second."""
 
