@@ -66,7 +66,7 @@ def absolute(checkpoint: str | os.PathLike[str]) -> str:
 def folder(checkpoint: str | os.PathLike[str]) -> str:
     """Return the path of the folder of a checkpoint's sidecar files."""
     head, slash, base = str(checkpoint).rstrip("/").rpartition("/")
-    # On SLURM, Lightning resumes from the highest number in all names with "hpc_ckpt_", also in those of folders.
+    # On SLURM, Lightning resumes from the highest number in all names with "hpc_ckpt_", also names of folders.
     return f"{head}{slash}{base.replace('hpc_ckpt_', 'hpc_ckpt-')}.residuals"
 
 

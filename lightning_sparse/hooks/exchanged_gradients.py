@@ -89,12 +89,12 @@ class ExchangedGradients:
         keys = [*map(id, params)]
         self._local.difference_update(keys)
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
-        both = [self._params[key][0] for key in keys if key in self._earlier]
-        if self._clips and (name := next((name for name in both if name not in unused), None)):
+        earlier = (self._params[key][0] for key in keys if self._clips and key in self._earlier)
+        if name := next((name for name in earlier if name not in unused), None):
             self._end()
             log.warning(
                 f"clip_norm clips the gradient of {name!r} together with the exchanged gradient of an earlier backward "
-                f"pass, which waits for a step: the residuals do not take back what is clipped of it. Call the model "
+                f"pass, which waits for a step: the clipped part of that gradient is lost. Call the model "
                 f"within no_sync() in all backward passes before a step but the last one."
             )
 

@@ -36,7 +36,7 @@ def check_optimizers(given: Any) -> Sequence[Optimizer]:
     optimizers = [given] if isinstance(given, Optimizer) else given
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"attach_updates(optimizer={type(given).__name__}(...)): give an optimizer, or a list of them.")
-    return [*optimizers]  # the user may change the list
+    return optimizers
 
 
 class UnattachedOptimizerCheck:

@@ -105,7 +105,7 @@ def warn_of_evaluation(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if evaluates_other_weights(optimizer) and dist.get_rank() == 0:
             log.warning(
-                f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ where they "
+                f"{type(optimizer).__name__}.eval() makes weights of its own state, in which ranks differ if they "
                 f"exchange updates: each evaluates, and saves, other weights. Exchange gradients, or train with an "
                 f"optimizer that has no eval()."
             )

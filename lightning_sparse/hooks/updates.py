@@ -185,7 +185,7 @@ def exchange_updates(
         earlier.end_if_soon()  # before weights are broadcast from rank 0
     exchanger = UpdateExchanger(model, optimizers, method, options, **settings)
     RefuseDDP(model)
-    keep_attached(model, exchanger, optimizers)
+    keep_attached(model, exchanger, exchanger.optimizers)
     if exchanger.comm.peers.has_parts:
         explain_failures(model)
     return exchanger
