@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Workers of pytest keep what they compiled of the tests: without, each run compiles for a minute.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What `make gpu` runs with; nothing is installed for it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 

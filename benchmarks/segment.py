@@ -249,7 +249,7 @@ def measure(name: str, ranks: int, shapes: dict[str, Any], repetitions: int, dev
     # All mocked ranks answer for the first region of two passes, so check these methods with one rank.
     (case(name, 1, shapes, device) if isinstance(method(name.split()[0]).aggregator, TwoPass) else made).check()
     device_us, host_us = alone(made, repetitions)
-    beside_us, delay_us = beside(made, max(3, repetitions // 2), device, TOKENS if device == "cuda" else 16)
+    beside_us, delay_us = beside(made, max(3, repetitions // 2), device, TOKENS if device == "cuda" else 1)
     row: results.Row = {
         "method": name,
         "ranks": ranks,

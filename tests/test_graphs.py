@@ -169,6 +169,7 @@ def at_once(call):
 
 
 @needs_triton
+@full  # 25 seconds
 def test_within_backward_graphs_are_replayed_once_exchanges_after_the_step_have_captured_them(monkeypatch):
     monkeypatch.setattr("lightning_sparse.routing.Routing._pays", lambda *_: True)
     found, begun, counts = train_within(captures=True, steps=7)
