@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 OURS = "lightning_sparse"
@@ -151,6 +152,12 @@ def have_hooks_called(optimizer: Optimizer) -> None:
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks that are called after an optimizer's steps. Private in torch 2.8 to 2.15."""
     return list(optimizer._optimizer_step_post_hooks.values())  # type: ignore[attr-defined]
+
+
+def hooks_before_steps(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks before an optimizer's steps, global ones first. Private in torch 2.8 to 2.15."""
+    own: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [*_global_optimizer_pre_hooks.values(), *own.values()]
 
 
 def register_first(optimizer: Optimizer, hook: Callable[..., Any]) -> RemovableHandle:

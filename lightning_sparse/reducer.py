@@ -242,7 +242,7 @@ class Reducer:
         observers = list(self.observers)
         graphs, stats = self._graphs_of(segment, compressor, density), None
         if not aggregator.shards_segment:
-            is_active = graphs.is_active(grads[0])
+            is_active = graphs.is_active(*grads)
             if is_active and (stats := graphs.stats) is not None:
                 stats.done = False
             else:
@@ -260,6 +260,9 @@ class Reducer:
             payout=None if payout is None or parts is DENSE else payout(),
             graphs=graphs,
         )
+        if grads[0].is_cuda:  # a state may be from another stream, as a loaded one is, and the exchange may replace it
+            for x in ctx.state.values():
+                x.record_stream(torch.cuda.current_stream(x.device))
         masked = []
         if unused:
             masked = self.segment_states.mask_unused(segment, unused)

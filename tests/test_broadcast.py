@@ -1,6 +1,7 @@
 """Broadcasting tensors from rank 0 in few messages and few bytes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lightning_sparse import simulate
 from lightning_sparse.comm import Comm
 from lightning_sparse.comm import broadcast as broadcast_module
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
+from tests.support.kernels import Echo
 from tests.support.tiers import tiers
 
 CPU = torch.device("cpu")
@@ -51,6 +53,23 @@ def test_a_broadcast_is_one_message_whatever_the_tensors():
         assert messages == 1
         assert all(map(torch.equal, received, [*made(0), torch.zeros(2)]))
         assert [x.dtype for x in received] == [x.dtype for x in [*made(0), torch.zeros(2)]]
+
+
+def test_hashes_wait_for_the_callers_stream(monkeypatch):
+    """Threads of the pool copy in the default stream, which does not wait for others."""
+    done = []
+
+    class Pool:
+        def __init__(self) -> None:
+            done.append("hash")
+            raise KeyboardInterrupt
+
+    stream = SimpleNamespace(synchronize=lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(broadcast_module, "ThreadPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        broadcast_differing(Echo(2), made(0), torch.device("cuda"))
+    assert done == ["synchronize", "hash"]
 
 
 @pytest.mark.parametrize("at_once", [broadcast_module.AT_ONCE, 24, 1])

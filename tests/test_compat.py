@@ -63,6 +63,17 @@ def test_step_hooks():
     assert _compat.step_hooks(optimizer) == []
 
 
+def test_hooks_before_steps():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    own = optimizer.register_step_pre_hook(test_step_without_hooks)
+    all_optimizers = register_optimizer_step_pre_hook(test_hooks_before_steps)
+    assert _compat.hooks_before_steps(optimizer)[-2:] == [test_hooks_before_steps, test_step_without_hooks]
+    own.remove()
+    all_optimizers.remove()
+    assert _compat.hooks_before_steps(optimizer) == []
+    assert _compat.hooks_before_steps(nn.Linear(2, 2)) == []  # type: ignore[arg-type]
+
+
 def test_have_hooks_called():
     """Hooks run around the step of a class unknown to torch, and of an object whose step a schedule has replaced."""
     called = []

@@ -41,7 +41,7 @@ def graphs(replayed):
         yield
 
 
-def train(name, ranks, captures, rule=None, dtype=torch.float32, memory=None, density=0.002, **options):
+def train(name, ranks, captures, rule=None, dtype=torch.float32, memory=None, density=0.002, shapes=SHAPES, **options):
     """Return weights after some steps, of which the first four may capture, residuals, and the last step's replays.
 
     The second step captures the first graph. Its results are inputs of the second graph, and so on.
@@ -54,7 +54,7 @@ def train(name, ranks, captures, rule=None, dtype=torch.float32, memory=None, de
     with graphs(replayed):
         reducer = Reducer(made, Echo(ranks), granularity="model", exchanged=exchanged)
         model = torch.nn.ParameterDict(
-            {key: torch.zeros(shape, dtype=dtype, device=DEVICE) for key, shape in SHAPES.items()}
+            {key: torch.zeros(shape, dtype=dtype, device=DEVICE) for key, shape in shapes.items()}
         )
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         updates = DeltaExchange(reducer, model, [optimizer]) if rule else None
@@ -98,6 +98,7 @@ def compare(name, ranks, **options):
     ("name", "ranks", "options", "graphs"),
     [
         ("topk", 3, {"dtype": torch.bfloat16}, 3),
+        pytest.param("topk", 3, {"shapes": {**SHAPES, "none": (0,)}}, 3, marks=full),  # first in the segment
         pytest.param("topk", 1, {"value_format": "int2", "density": 0.006}, 3, marks=full),
         pytest.param("gaussiank", 3, {"density": 0.001}, 3, marks=full),
         pytest.param("topk", 3, {"memory": NoMemory()}, 3, marks=full),
@@ -291,6 +292,16 @@ def test_a_function_that_cannot_be_captured_runs_as_before(caplog):
     (record,) = caplog.records  # nothing is captured after that
     assert record.levelname == "WARNING"
     assert record.message.startswith("CUDA could not capture ('add',), so the host launches each kernel")
+
+
+def test_captures_are_in_a_stream_of_high_priority(monkeypatch):
+    """Since torch 2.10, kernels of a graph have the priority of the stream of its capture."""
+    priorities = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: priorities.append(priority))
+    monkeypatch.setattr(module, "capture", lambda *_: "captured")
+    assert Captures().attempt("topk", lambda: None, [torch.ones(1)]) == "captured"
+    assert priorities == [-1]
 
 
 def test_nothing_is_captured_without_leave():

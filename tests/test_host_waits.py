@@ -228,10 +228,26 @@ def test_no_step_of_updates_waits(name, density, optimizer, dtype, size, fake_cu
 @pytest.mark.parametrize("name", tiers(["topk", "gaussiank", "randk", "efsignsgd", "local_sgd"], ["topk", "local_sgd"]))
 def test_no_delayed_step_waits(name, dtype, fake_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     made = method(name)
     made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, "next_step"))
     assert steps_of_updates(made, dtype, 2, "adamw, fused") == 4
+
+
+def test_a_state_that_an_exchange_replaces_stays_for_its_stream(fake_cuda, monkeypatch):
+    """A loaded state is from another stream, whose next kernels could take its memory while the exchange reads it."""
+    recorded = set()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.add(id(x)))
+    comm = Counting(2)
+    reducer = Reducer(method("powersgd"), comm)
+    grads = {"w": torch.empty(300, 400, device=CUDA)}
+    reducer.setup(grads)
+    (segment,) = reducer.layout.segments
+    for comm.steps in range(2):
+        before = [*reducer.states[segment.index].values()]
+        reducer.reduce_segment_(segment, [grads["w"].view(-1)])
+        reducer.finish_step()
+        assert {id(x) for x in before} <= recorded
+    assert len(before) == 2
 
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
@@ -246,7 +262,6 @@ def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, m
 
     monkeypatch.setattr(DeltaExchange, "_exchange_later", started)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     made = method(name)
     made = replace(made, update_rule=(made.update_rule or UpdateRule()).changed(1, "next_step"))
     assert steps_of_updates(made, torch.float32, 2, "adamw, fused") == 4

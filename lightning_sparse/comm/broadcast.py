@@ -51,6 +51,8 @@ def broadcast_differing(comm: Comm, tensors: Sequence[Tensor], device: torch.dev
     """
     if comm.size == 1 or not tensors:
         return
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the pool's threads copy in the default stream
     with ThreadPoolExecutor() as pool:  # one core hashes about 0.7 GB/s
         own = torch.tensor([*pool.map(_hash, tensors)], dtype=torch.int64, device=device)
     with comm.uncounted():

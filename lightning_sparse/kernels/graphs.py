@@ -95,7 +95,9 @@ class Captures:
         """Return a function that is captured; None if it cannot be captured. Then nothing is captured any more."""
         try:
             if self.pool is None:
-                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(inputs[0].device)
+                self.pool = torch.cuda.graph_pool_handle()
+                # Kernels of a graph keep the priority of its capture, and replays are in streams of high priority.
+                self.stream = torch.cuda.Stream(inputs[0].device, priority=-1)
             return capture(function, inputs, self.pool, self.stream)
         except Exception as error:
             self.are_allowed, self.are_due, self._has_failed = False, False, True
@@ -152,9 +154,9 @@ class Graphs:
     def _may_capture(self) -> bool:
         return self._captures is not None and self._captures.are_allowed
 
-    def is_active(self, x: Tensor) -> bool:
-        """Return whether functions of tensors like `x` may be captured, or are replayed."""
-        return (self._may_capture or bool(self._captured)) and can_capture(x)
+    def is_active(self, *tensors: Tensor) -> bool:
+        """Return whether functions of tensors like these may be captured, or are replayed. Some may be empty."""
+        return (self._may_capture or bool(self._captured)) and any(map(can_capture, tensors))
 
     def run(self, name: tuple[Hashable, ...], function: Callable[[], R], inputs: Sequence[Tensor]) -> R:
         """Return `function()`, perhaps by a replay. Then the result is valid until the next replay of any segment.
@@ -211,7 +213,7 @@ class Graphs:
 
     def placed(self, grads: list[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Return gradients as input of a function that reads only their addresses; unchanged if nothing is captured."""
-        fit = self.is_active(grads[0]) and same_dtype(grads) and all(x.is_contiguous() for x in grads)
+        fit = self.is_active(*grads) and same_dtype(grads) and all(x.is_contiguous() for x in grads)
         if not fit:
             return grads
         places = [grads[0].element_size(), *(x.data_ptr() for x in grads)]

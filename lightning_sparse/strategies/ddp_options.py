@@ -33,6 +33,11 @@ UNSUPPORTED = {
     "delay_all_reduce_named_params": BYPASS,
     "param_to_hook_all_reduce": BYPASS,
     "skip_all_reduce_unused_params": BYPASS,
+    **dict.fromkeys(
+        ("process_group", "device_mesh"),
+        "a strategy trains among all ranks. Leave {option} out; or in plain torch, call attach with a "
+        "DistributedDataParallel of the group, or attach_updates(group=...).",
+    ),
 }
 """Unsupported options of Lightning's DDPStrategy and torch's DistributedDataParallel, and the reasons."""
 
@@ -121,6 +126,8 @@ class DDPOptions(Mixin):  # type: ignore[misc]
             delay_all_reduce_named_params=None,
             param_to_hook_all_reduce=None,
             skip_all_reduce_unused_params=False,
+            process_group=None,
+            device_mesh=None,
             **kwargs,
         )
         ours = ddp_options(self)

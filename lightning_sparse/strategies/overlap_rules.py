@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
 
-from lightning_sparse._compat import has_backward_hooks
+from lightning_sparse._compat import has_backward_hooks, hooks_before_steps
 from lightning_sparse.hooks import has_collectives
 from lightning_sparse.methods import Method
 
@@ -46,6 +46,7 @@ def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
     own = [(f"{type(strategy).__name__}.{name}", getattr(type(strategy), name)) for name in OF_STRATEGIES]
     # Schedules replace an optimizer's `step`, too.
     own += [(f"{type(each).__name__}.step", vars(each)["step"]) for each in strategy.optimizers if "step" in vars(each)]
+    own += [("a hook before the step", hook) for each in strategy.optimizers for hook in hooks_before_steps(each)]
     blockers += [(_is_foreign(function), f"{name} is a function of yours") for name, function in own]
     return next((text for applies, text in blockers if applies), "")
 

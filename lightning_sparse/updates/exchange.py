@@ -301,9 +301,6 @@ class DeltaExchange:
         order, groups = self._start(optimizer), _groups_of(optimizer)
         waiting: dict[int, Callable[[], Future[Any]]] = {}
         futures = self._futures = list[Future[Any]]()
-        if (stream := self._worker.stream) is not None:  # an exchange may replace a state of another stream
-            for x in (x for state in self._reducer.states for x in state.values()):
-                x.record_stream(stream)
 
         def submit(segment: UpdateSegment, ready: torch.cuda.Event | None = None) -> None:
             segment.note_step()

@@ -181,6 +181,8 @@ def test_teardown_before_setup():
         ),
         ({"timeout": 5}, ValueError, r"timeout=5 must be a datetime.timedelta above 0, such as timedelta\(minutes=5\)"),
         ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=...\): DDP takes one communication hook"),
+        ({"process_group": print}, ValueError, r"process_group=...\): a strategy trains among all ranks"),
+        ({"device_mesh": print}, ValueError, r"device_mesh=...\): a strategy trains among all ranks"),
         ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
         ({"skip_all_reduce_unused_params": True}, ValueError, "it bypasses the exchange of gradients"),
         ({"exchange": "updates"}, ValueError, r"choose from auto, gradient, update\. Did you mean 'update'\?$"),

@@ -548,8 +548,18 @@ class Late(pl.Callback):
             trainer.gradient_clip_val = 0.01
         elif self.how == "callback":
             trainer.callbacks.append(Halves())
+        elif self.how == "closure":
+            trainer.optimizers[0].register_step_pre_hook(self.clip)
         else:
             module.layers[3].register_full_backward_hook(self.halve)
+
+    def clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def clipped() -> Any:
+            loss = kwargs["closure"]()
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+            return loss
+
+        return args, {**kwargs, "closure": clipped}
 
     def halve(self, module: nn.Linear, *_: Any) -> None:
         if module.weight.grad is not None:
@@ -570,7 +580,7 @@ class Clips(pl.plugins.Precision):
         return super().post_backward(tensor, module)
 
 
-@pytest.mark.parametrize("how", ["value", "callback", *in_full("hook", "plugin")])
+@pytest.mark.parametrize("how", ["value", "callback", "closure", *in_full("hook", "plugin")])
 def test_what_looks_at_gradients_is_seen_whenever_it_comes(how):
     def run(rank: int) -> Any:
         options = {"plugins": [Clips()]} if how == "plugin" else {"callbacks": [Late(how)]}

@@ -131,6 +131,7 @@ def on_fake_cuda():
         replace(
             torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
         )
+        replace(torch.Tensor, "record_stream", lambda x, stream: None)
         replace(launch, "KEEPS", (torch.Tensor, torch._subclasses.FakeTensor))  # cached while the mode is active
         replace(launch, "_kept", launch.Cache())
         replace(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0)
