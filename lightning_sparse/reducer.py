@@ -349,6 +349,21 @@ class Reducer:
         self._forget_exchanges()
         self.segment_states.clear()
 
+    def forget_residuals(self) -> None:
+        """Drop all state of compression, such as residuals. All ranks call it, between two steps.
+
+        Call it after your program has loaded or initialised weights anew: residuals of the earlier ones would move
+        these.
+
+        Raises:
+            RuntimeError: an exchange of updates is pending.
+            NonFiniteGradient, RankFailure: see `raise_deferred`.
+        """
+        self._check_idle("forget_residuals")
+        self.raise_deferred()
+        self._forget_exchanges()
+        self.segment_states.clear()
+
     def finish_step(self) -> None:
         """Count a step. Call it after all segments have been reduced."""
         self.step += 1

@@ -475,6 +475,22 @@ def test_reset_forgets_whatever_was_before():
     assert simulate(1, rank) == [(1, [0.0] * 4)]
 
 
+def test_residuals_of_weights_that_are_gone_can_be_dropped():
+    def rank(comm):
+        reducer = Reducer(method("topk", density=0.25), comm)
+        grads = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+        reducer.reduce_(grads)
+        reducer.forget_residuals()
+        grads["w"].zero_()
+        reducer.reduce_(grads)
+        reducer.in_flight = True
+        with pytest.raises(RuntimeError, match="Reducer.forget_residuals while an exchange goes on"):
+            reducer.forget_residuals()
+        return reducer.step, grads["w"].tolist()
+
+    assert simulate(2, rank) == [(2, [0.0] * 4)] * 2
+
+
 @one_in(2)
 @pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("how", ["reset", "loaded"])

@@ -71,7 +71,7 @@ class GradientExchanger(Exchanger):
         rates: Rates,
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
-        self._name_of = {id(param): name for name, param in params.items()}
+        self._known = {id(param): (name, param.stride()) for name, param in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
@@ -111,7 +111,7 @@ class GradientExchanger(Exchanger):
 
     def _mark_used(self, param: Tensor) -> None:
         assert self._used is not None
-        self._used.add(self._name_of[id(param)])
+        self._used.add(self._known[id(param)][0])
 
     def enqueue(self, bucket: Any) -> Any:
         """Pass one of DDP's buckets to the thread; DDP calls it within backward."""
@@ -132,12 +132,20 @@ class GradientExchanger(Exchanger):
             self._in_backward = True
         future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         # Use flat positions: gradients() has the strides of the parameters, which may differ from those of the buffer.
-        if unknown := [param for param in bucket.parameters() if id(param) not in self._name_of]:
+        if unknown := [param for param in bucket.parameters() if id(param) not in self._known]:
             raise self._fail_with(
                 f"DDP delivered a gradient of shape {list(unknown[0].shape)} whose parameter had requires_grad=False "
                 f"when compression was attached. Freeze and unfreeze parameters before the model is wrapped."
             )
-        names = [self._name_of[id(param)] for param in bucket.parameters()]
+        names = []
+        for param in bucket.parameters():
+            name, stride = self._known[id(param)]
+            if param.stride() != stride:
+                raise self._fail_with(
+                    f"{name!r} has changed its memory format since DistributedDataParallel wrapped the model, so DDP "
+                    f"permutes its gradient. Call .to(memory_format=...) in the module's constructor."
+                )
+            names.append(name)
         views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
         unused = set[str]() if self._used is None else set(names) - self._used
         if self._used is not None:

@@ -98,6 +98,28 @@ def test_a_residual_is_saved_in_the_shape_of_its_parameter_whatever_the_order_of
     assert run_ranks(1, residual_of_a_convolution) == [[True] * 6]
 
 
+def reordered(rank: int, before_step: int) -> tuple[int, str]:
+    net = nn.Conv2d(3, 4, 3)
+    ddp = DistributedDataParallel(net)
+    attach(ddp, "topk", density=0.1)
+    for step in range(3):
+        if step == before_step:
+            net.to(memory_format=torch.channels_last)
+        try:
+            ddp(torch.ones(2, 3, 8, 8)).square().mean().backward()
+        except RuntimeError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("before_step", [0, 2])
+def test_a_memory_format_that_changes_after_wrapping_is_an_error(before_step):
+    """Stock DDP permutes the gradient, and says only that performance may suffer."""
+    for step, text in run_ranks(2, reordered, before_step):
+        assert step == before_step
+        assert "'weight' has changed its memory format since DistributedDataParallel wrapped the model" in text
+
+
 def make(name: str, density: float) -> Any:
     return method(name, density=density if "density" in METHODS[name].options else None, **small(name))
 
