@@ -484,7 +484,7 @@ def test_residuals_of_weights_that_are_gone_can_be_dropped():
         grads["w"].zero_()
         reducer.reduce_(grads)
         reducer.in_flight = True
-        with pytest.raises(RuntimeError, match="Reducer.forget_residuals while an exchange goes on"):
+        with pytest.raises(RuntimeError, match=r"Reducer\.forget_residuals while an exchange goes on"):
             reducer.forget_residuals()
         return reducer.step, grads["w"].tolist()
 

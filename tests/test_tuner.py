@@ -9,7 +9,7 @@ import torch
 
 from lightning_sparse import simulate
 from lightning_sparse.comm.link import measure_link, speed_up
-from lightning_sparse.strategies.tuner import EVERY, RAREST, SETTLING, WINDOW, Tuner
+from lightning_sparse.strategies.tuner import EVERY, LONGEST, RAREST, SETTLING, WINDOW, Tuner
 
 NAMES = ["ddp", "ddp, bf16", "topk", "topk, next step", "int8", "int4"]
 
@@ -85,6 +85,45 @@ def test_a_restart_forgets_steps_before_it():
     assert not any(tuner.note(2.0) for _ in range(SETTLING + WINDOW - 1))
     assert tuner.note(2.0)
     assert tuner.median() == 2.0
+
+
+@pytest.mark.parametrize(("spread", "steps"), [(0.0, WINDOW), (0.15, WINDOW), (3.0, LONGEST)])
+def test_more_steps_are_measured_if_they_take_different_times(spread, steps):
+    """Such as steps with sequences of different lengths."""
+    tuner, rng = Tuner({"ddp": 1.0, "topk": 0.1}, "ddp"), random.Random(0)
+    for _ in range(3):  # candidates or looks
+        while not tuner.note(1 + spread * rng.random()) or tuner.needs_more(tuner.spread()):
+            pass
+        assert len(tuner._window) == steps
+        tuner.decide(tuner.median())
+
+
+def test_random_lengths_seldom_hide_that_a_candidate_is_faster():
+    """Steps take one to three times the least time. TopK is 30 % faster, and eight steps often show the contrary."""
+    chosen = {}
+    for longest in (WINDOW, LONGEST):
+        rng = random.Random(0)
+        chosen[longest] = 0
+        for _ in range(300):
+            tuner = Tuner({"ddp": 0.3, "topk": 0.01}, "ddp")
+            while not tuner.is_settled:
+                slower = {"ddp": 1.3, "topk": 1.0}[tuner.current]
+                if tuner.note(slower * rng.uniform(1, 3)) and (
+                    longest == WINDOW or not tuner.needs_more(tuner.spread())
+                ):
+                    tuner.decide(tuner.median())
+            chosen[longest] += tuner.current == "topk"
+    assert chosen[WINDOW] < 0.9 * 300 < 0.95 * 300 < chosen[LONGEST]
+
+
+def test_a_restart_before_the_first_measurement_does_not_shorten_the_warm_up():
+    tuner = Tuner({"ddp": 1.0, "topk": 0.1}, "topk")
+    tuner.wait(45)
+    for _ in range(5):
+        tuner.note(1.0)
+    tuner.restart(tuner.links)
+    assert not any(tuner.note(1.0) for _ in range(40 + WINDOW - 1))
+    assert tuner.note(1.0)
 
 
 def test_stock_is_kept_if_another_candidate_gains_less_than_the_spread():

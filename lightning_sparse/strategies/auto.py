@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import logging
 import math
 import time
@@ -62,7 +63,7 @@ from lightning_sparse.strategies.overlap_rules import gradient_hooks
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.summary import tensorboard
 from lightning_sparse.strategies.training import Training
-from lightning_sparse.strategies.tuner import Tuner
+from lightning_sparse.strategies.tuner import DRIFT, Tuner
 from lightning_sparse.strategies.update_training import UpdateTraining
 from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 from lightning_sparse.updates.parameters import exchanged_parameters
@@ -498,7 +499,7 @@ class AutoDDP(AutoStrategy):
                     f"{unfrozen[0]!r} was unfrozen on rank {self.global_rank}, and then: {error} Unfreeze the same "
                     f"parameters before the same step on all ranks."
                 ) from error
-            self._auto.measure_again(self)
+            self._auto.note_unfrozen(self, params.numel)
         super().on_train_batch_start(batch, batch_idx)
 
     # Checkpoints:
@@ -544,6 +545,11 @@ class Parameters(NamedTuple):
         by_name = parameters_by_name(model)
         frozen = [name for name, param in by_name.items() if not param.requires_grad]
         return cls(by_name, frozen, {*trained, *(param for param in by_name.values() if param.requires_grad)})
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that were trained at that time."""
+        return sum(param.numel() for name, param in self.by_name.items() if name not in {*self.frozen})
 
 
 class _Choice:
@@ -594,6 +600,8 @@ class _Choice:
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
+        if works is not None:
+            self.tuner.left_out = self._crowded(strategy)
         self.choose_first(optimizers)
 
     def choose_first(self, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -603,21 +611,26 @@ class _Choice:
             optimizers: if one is not torch's, a step may evaluate its closure several times. Then no candidate that
                 compresses gradients is first.
         """
-        links, names = self.tuner.links, [*self.options]
+        links, names, left_out = self.tuner.links, [*self.options], self.tuner.left_out
         are_torchs = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
         suited = [name for name in names if are_torchs or not self._sends_gradients(name, optimizers)]
+        suited = [name for name in suited if name not in left_out]
         first = names[0] if links[names[0]] < SHORT else min(suited, key=links.__getitem__)
         loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
-        if loaded.has_residuals and TOPK in names:  # perhaps of a strategy that always takes TopK
-            first = TOPK
+        # A strategy that always takes TopK saves no choice.
+        kept = "" if not loaded.has_residuals else TOPK if loaded.choice in ("", NEXT_STEP) else loaded.choice
+        first = kept if kept in names else first
         resumed = loaded.choice if loaded.choice in names else ""
         ranks, before, settled = loaded.basis or (0, 0.0, False)
         low, high = sorted((before, links[names[0]]))
         if ranks != self._ranks or (high > SHORT and high > OTHER_LINK * low):  # made for others, or for another link
             resumed = ""
+        if not settled and not kept:  # it was being tried, and may be slow
+            resumed = ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
+        self.tuner.left_out = left_out
         only = "the model, its hooks, the optimizer or the number of ranks"
-        why = "the checkpoint" if resumed else "the link" if len(names) > 1 else only
+        why = "the checkpoint" if resumed or kept in names else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     @property
@@ -630,9 +643,16 @@ class _Choice:
         self.loaded, self.parameters, self._callbacks = Loaded(), Parameters(), ()
 
     def measure_again(self, strategy: AutoStrategy) -> None:
-        """Measure the link for a model of another size, and try the candidates anew. All ranks call it."""
-        if len(self.options) > 1:
-            self.tuner.restart(self._measure(strategy, self._workloads(strategy)))
+        """Measure the link anew, and try the candidates anew. All ranks call it."""
+        self.tuner.restart(self._measure(strategy, self._workloads(strategy)))
+
+    def note_unfrozen(self, strategy: AutoStrategy, numel: int) -> None:
+        """Measure again if the trained part of the model had another size before, of `numel` elements."""
+        if len(self.options) == 1:
+            return
+        before, works = [*self.options], self._workloads(strategy)
+        if [*self.options] != before or abs(numel / self.parameters.numel - 1) > DRIFT:
+            self.tuner.restart(self._measure(strategy, works))
 
     def start(self, strategy: AutoStrategy) -> None:
         """Begin to measure, after the density warm-up."""
@@ -719,12 +739,18 @@ class _Choice:
         needed = self._bytes(strategy)
         free = needed[self.tuner.current] + _free_bytes(strategy.root_device)
         lacking = [math.inf if self._is_barred(strategy, name) else needed[name] - free for name in needed]
-        own = torch.tensor([self.tuner.median(), *lacking], device=strategy.root_device)
-        comm, link = strategy.reducer.comm, self._link
+        own = torch.tensor([self.tuner.median(), self.tuner.spread(), *lacking], device=strategy.root_device)
+        comm = strategy.reducer.comm
         everyone = comm.of_all()
         was_settled, factor = self.tuner.is_settled, 1.0
         with comm.uncounted():
-            slowest, *lacking = everyone.all_gather(own).amax(0).tolist()
+            slowest, spread, *lacking = everyone.all_gather(own).amax(0).tolist()
+            if self.tuner.needs_more(spread):
+                return ""
+            if not self.tuner.times and not was_settled and self.options[self.tuner.current] is None:
+                # Another program may have begun to use the link. Only a dense average would hide that.
+                self.tuner.links = self._measure(strategy, self._workloads(strategy))
+            link = self._link
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
         left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
@@ -747,6 +773,15 @@ class _Choice:
             self.reason = f"{self._name}, by measured steps: {found}"
             return f"{self._name} keeps {self.tuner.current}: {found}."
         return ""
+
+    def _crowded(self, strategy: AutoStrategy) -> Collection[str]:
+        """Return the candidates for which some rank lacks memory, besides gradients and two moments, at the start."""
+        params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
+        free = _free_bytes(strategy.root_device) - 3 * sum(param.nbytes for param in params)
+        lacks = [nbytes > max(free, 0.0) for nbytes in self._bytes(strategy).values()]
+        comm = ProcessGroupComm(strategy._group).of_all()
+        found = comm.all_reduce(torch.tensor(lacks, dtype=torch.float32, device=strategy.root_device), "max")
+        return [*itertools.compress(self.options, found.tolist())]
 
     def _is_barred(self, strategy: AutoStrategy, name: str) -> bool:
         """Return whether a candidate would raise an error, because a step evaluates its closure several times."""
@@ -808,6 +843,8 @@ def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Call
     """Add a residual to the next gradient of a parameter. The gradient has a loss scale; the residual has not."""
 
     def add(grad: torch.Tensor) -> torch.Tensor:
+        if not grad.isfinite().all():
+            return grad  # a gradient scaler of the module skips this step
         handle.remove()
         return grad + (residual * get_scale()).to(grad)
 

@@ -13,11 +13,15 @@ from collections.abc import Collection, Mapping
 SETTLING, WINDOW = 4, 8
 """Steps that are left out after a switch, and measured steps before a decision. On a GPU up to six exchanges capture
 CUDA graphs first, so most measured steps are without a capture. Both are even, because the steps of a GAN alternate."""
+LONGEST = 4 * WINDOW
+"""The most measured steps before a decision. They are doubled while their times differ much, as with sequences of
+different lengths."""
 EVERY, RAREST = 100, 800
 """Steps between two looks at the chosen candidate, at first and at most. Each repetition of the tries doubles them. So
 a link that changes all the time does not cause tries all the time."""
 DRIFT = 0.2
-"""Relative change of the step's time, in two looks in a row, after which candidates are tried anew."""
+"""Relative change of the step's time, in two looks in a row, after which candidates are tried anew. If quartiles of the
+measured steps differ by more, more steps are measured."""
 FASTER = 1.5
 """Factor by which the link has become faster in two looks in a row, for the same. Methods that send few bytes gain
 nothing from a faster link, so their time does not show it."""
@@ -52,6 +56,7 @@ class Tuner:
         self.left_out: Collection[str] = ()
         self._stock = next(iter(links))
         self._window: list[float] = []
+        self._length = WINDOW
         self._left = SETTLING
         self._has_drifted = False
         self._every = EVERY
@@ -76,11 +81,26 @@ class Tuner:
             self._left -= 1
         else:
             self._window.append(seconds)
-        return len(self._window) == WINDOW and len(self.links) > 1
+        return len(self._window) == self._length and len(self.links) > 1
 
     def median(self) -> float:
         """Return this rank's median of the measured steps."""
         return statistics.median(self._window)
+
+    def spread(self) -> float:
+        """Return the difference of the quartiles of this rank's measured steps, relative to their median."""
+        first, _, third = statistics.quantiles(self._window)
+        return (third - first) / self.median()
+
+    def needs_more(self, spread: float) -> bool:
+        """Return whether more steps are measured before a decision.
+
+        Args:
+            spread: the largest of the ranks.
+        """
+        more = spread > DRIFT and self._length < LONGEST
+        self._length = 2 * self._length if more else WINDOW
+        return more
 
     @property
     def probe_seconds(self) -> float:
@@ -110,8 +130,9 @@ class Tuner:
 
     def restart(self, links: Mapping[str, float]) -> None:
         """Try candidates anew, with new times on the link."""
+        self._left = SETTLING if self.times else max(SETTLING, self._left)  # the first one may be in its warm-up
         self.links, self.times, self.is_settled = dict(links), {}, False
-        self._has_drifted, self._left = False, SETTLING
+        self._has_drifted, self._length = False, WINDOW
         self._window.clear()
 
     def _has_changed(self, slowest: float, speed_up: float) -> bool:

@@ -292,7 +292,7 @@ def test_over_a_long_round_trip_updates_are_exchanged_in_one_segment(plan):
     ("found", "stock", "chosen", "settled"),
     [
         ((2, 1.0, True), 1.0, "int4", True),
-        ((2, 1.0, False), 1.0, "int4", False),
+        ((2, 1.0, False), 1.0, "topk", False),  # it was only being tried
         ((2, 1.0, True), 2.1, "topk", False),
         ((2, 2.1, True), 1.0, "topk", False),
         ((2, 0.001, True), 0.04, "int4", True),  # both links are fast
@@ -309,6 +309,64 @@ def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chose
     choice.choose_first()
     assert (choice.tuner.current, choice.tuner.is_settled) == (chosen, settled)
     assert choice.basis == (2, stock, settled)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "first", "why"),
+    [
+        (Loaded("", True), "topk", "the checkpoint"),  # of topk_ddp
+        (Loaded("", False), "ddp", "the link"),
+        (Loaded("int4", True, (2, 1e-3, True)), "int4", "the checkpoint"),
+        (Loaded("int4", True, (2, 1.0, True)), "int4", "the checkpoint"),  # of another link
+        (Loaded("int4", True, (2, 1e-3, False)), "int4", "the checkpoint"),
+        (Loaded("int4", False, (2, 1e-3, False)), "ddp", "the link"),
+        (Loaded("topk, next step", True, (4, 1e-3, True)), "topk", "the checkpoint"),
+        (Loaded("int8", True, (2, 1e-3, True)), "ddp", "the link"),  # no candidate here
+    ],
+)
+def test_over_a_fast_link_residuals_are_kept_if_a_candidate_takes_them(loaded, first, why):
+    choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
+    choice.options |= {"topk": choice._base, "int4": choice._base}
+    choice._ranks, choice.loaded = 2, loaded
+    choice.tuner = Tuner({"ddp": 1e-3, "topk": 1e-4, "int4": 1e-4}, "ddp")
+    choice.choose_first()
+    assert choice.tuner.current == first
+    assert f"by {why}" in choice.reason
+
+
+def congested(rank: int) -> tuple[int, list[str]]:
+    measured = []
+
+    def measure(*_: Any) -> tuple[float, float]:
+        measured.append(rank)
+        return (1e9 if len(measured) == 1 else 1e3), 1e-6
+
+    auto_module.measure_link = measure
+    net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
+    watch = fit(net, strategy, rank, max_steps=54)
+    return len(measured), watch.names
+
+
+def test_before_the_first_decision_ranks_look_whether_others_use_the_link_now():
+    """Stock all-reduce trains on a fast link. Its steps do not show whether they compute or wait for the link."""
+    for measured, names in lightning_ranks(2, congested):
+        assert measured == 2
+        assert names[0] == "ddp"
+        assert names[-1] != "ddp"
+
+
+def without_room(rank: int) -> tuple[str, list[float]]:
+    auto_module._free_bytes = lambda device: 1e12 if rank else 15 * net.weights.numel()
+    auto_module.measure_link = lambda *_: (1e3, 1e-6)
+    net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
+    return fit(net, strategy, rank, max_steps=1).names[0], [*strategy._auto.tuner.links.values()]
+
+
+def test_a_method_that_lacks_memory_on_a_rank_is_not_the_first():
+    """Gradients and two moments take 12 of 15 bytes per parameter. So there is no room for residuals."""
+    for name, links in lightning_ranks(2, without_room):
+        assert name == "ddp, bf16"
+        assert links[0] > links[1] > min(links)
 
 
 def without_choice(rank: int, folder: Any) -> Any:
@@ -707,6 +765,7 @@ class TwiceSGD(torch.optim.SGD):
 
 def evaluating(rank: int, kind: Any, rate: float) -> tuple[list[str], list[str]]:
     auto_module.measure_link = lambda *_: (rate, 1e-6)
+    follow([])
     strategy, said = AutoDDPStrategy(process_group_backend="gloo"), []
     strategy.inform = said.append  # type: ignore[method-assign]
     fit(Net(kind, lr=0.01), strategy, rank, max_steps=100)
@@ -895,6 +954,16 @@ def test_layers_that_each_batch_freezes_get_their_residuals_with_the_next_gradie
     for expected in ([3.0, 5.0, 7.0], [4.0, 6.0, 8.0]):
         param.sum().backward()
         assert param.grad is not None
+        assert param.grad.tolist() == expected
+
+
+def test_a_residual_waits_for_a_gradient_without_an_overflow():
+    """A scaler of the module skips a step whose gradient is not finite."""
+    param = nn.Parameter(torch.zeros(3))
+    _add_once(param, torch.tensor([1.0, 2.0, 3.0]), lambda: 1.0)
+    for factor, expected in ((torch.inf, [torch.inf] * 3), (1.0, [2.0, 3.0, 4.0]), (1.0, [1.0, 1.0, 1.0])):
+        param.grad = None
+        (param.sum() * factor).backward()
         assert param.grad.tolist() == expected
 
 
