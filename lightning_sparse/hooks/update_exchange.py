@@ -55,7 +55,7 @@ from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
-from lightning_sparse.shards import check_group, groups_of, is_any_sharded, local, locals_of, reshard
+from lightning_sparse.shards import check_group, groups_of, is_any_sharded, is_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
@@ -296,6 +296,8 @@ class UpdateExchanger(Exchanger):
             )
             self._failed(error)
             raise error
+        if any(map(is_sharded, self.updates.parameters.values())) and (model := self._unattached.model) is not None:
+            reshard(model)  # after a forward pass without backward, the root would keep its whole weights
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
         waiting = self._of(optimizer).waiting
         if waiting == 0:

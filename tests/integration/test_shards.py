@@ -649,6 +649,32 @@ def test_an_attached_model_averages_gradients_between_replicas_no_more():
         assert difference(plain, after) == 0
 
 
+def skips_backward(rank: int) -> list[Tensor]:
+    """Step once without backward in the second replica; return outputs after each step."""
+    mesh = mesh_of()
+    model = fully_shard(net(), mesh=mesh["shard"])  # the root module has all parameters
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    attach_updates(model, optimizer, "topk", density=0.25, group=mesh["replicate"].get_group())
+    outputs = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank, 4)
+        if rank < 2 or step != 1:
+            loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            outputs.append(model(torch.ones(1, 8)))
+    return outputs
+
+
+def test_a_replica_that_steps_without_backward_has_the_agreed_weights_in_its_next_forward_pass():
+    """Without backward, the root module keeps whole weights from before the exchange."""
+    outputs = run_ranks(4, skips_backward)
+    for found in outputs:
+        assert all(map(torch.equal, found, outputs[0]))
+    assert len({float(x) for x in outputs[0]}) == 3
+
+
 def aborts(rank: int) -> tuple[list[list[int]], list[list[int]], bool]:
     """Attach with NCCL imitated, and free the device while a forward pass has gathered the weights.
 
