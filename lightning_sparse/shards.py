@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-AFTER_SHARDING = " Create the optimizer after fully_shard, which replaces the parameters."
+AFTER_SHARDING = (
+    " Create the optimizer after fully_shard, which replaces the parameters. After a forward pass without backward, "
+    "call reshard() of the sharded modules before."
+)
 """The end of errors about an optimizer whose parameters a sharded model does not have."""
 _AVERAGED: WeakSet[Any] = WeakSet()
 """Modules of FSDP2 whose gradients replicas average."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_sparse._lightning import FABRIC, Mixin
 from lightning_sparse.hooks import exchange_updates, report_errors_to_peers
 from lightning_sparse.hooks.misuse import UnattachedOptimizerCheck
-from lightning_sparse.hooks.updates import unstepped
+from lightning_sparse.hooks.updates import check_all_stepped, unstepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import AFTER_SHARDING, is_any_sharded, parameters_of, reshard
 from lightning_sparse.strategies.base import destroy_process_group
@@ -210,6 +210,7 @@ class FabricCalls(Mixin):  # type: ignore[misc]
         trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
         training = next(trainings, None)
         if training is None:
+            self._check_waiting(optimizer)
             return super().optimizer_step(optimizer, **kwargs)
         if isinstance(training, GradientTraining):
             training.check_complete()
@@ -222,6 +223,14 @@ class FabricCalls(Mixin):  # type: ignore[misc]
             return take(**kwargs)
 
         return training.step(optimizer, given or (lambda: None), step)
+
+    def _check_waiting(self, optimizer: Any) -> None:
+        """Raise ValueError if an optimizer steps while its model waits for optimizers of the other parameters."""
+        for model, (given, _) in self._waiting.items():
+            if any(optimizer is each for each in given):
+                with report_errors_to_peers():
+                    reshard(model)
+                    check_all_stepped(model, given)
 
     def _exchange_pending(self) -> None:
         for training in self._trainings.values():

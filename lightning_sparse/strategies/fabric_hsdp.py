@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,9 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
     def _prepare(self, module: torch.nn.Module) -> Any:
         check_not_wrapped(module, but="FSDPModule")
-        return self._set_up(module)
+        module = self._set_up(module)
+        reshard(module)
+        return module
 
     def _waits(self, module: torch.nn.Module) -> bool:
         return not self._is_dense
@@ -94,7 +96,6 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         """Begin the exchange of a model; return it."""
         if not self._is_dense:
             with report_errors_to_peers():
-                reshard(module)
                 check_all_stepped(module, optimizers)
         exchanger = self._begin_between_replicas(module, optimizers)
         if exchanger is None:
@@ -148,6 +149,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
         It completes pending exchanges first.
         """
+        _reshard_all(state.values())
         self._exchange_pending()
         write = partial(super().save_checkpoint, path, storage_options=storage_options, filter=filter)
         checkpoint, found = {**state}, None
@@ -174,6 +176,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         Returns:
             The items that were not restored.
         """
+        _reshard_all(state.values() if isinstance(state, Mapping) else [state])
         if isinstance(state, torch.nn.Module | Optimizer):
             return super().load_checkpoint(path, state, *args, **kwargs)
         self._exchange_pending()
@@ -200,6 +203,13 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
             if training.exchanger is not None and held.issuperset({id(module), *map(id, training.optimizers)}):
                 return module, training.exchanger
         return None
+
+
+def _reshard_all(objects: Iterable[Any]) -> None:
+    """Make the models among a checkpoint's objects hold shards. Lightning takes a whole one for an unsharded model."""
+    for each in objects:
+        if isinstance(each, torch.nn.Module):
+            reshard(each)
 
 
 def _initialize_states(model: torch.nn.Module, state: Mapping[str, Any]) -> None:

@@ -297,7 +297,7 @@ def test_an_optimizer_that_is_missing_or_foreign():
     for found in lightning_ranks(2, run):
         expected = {
             "together": ("ValueError", "fabric.setup(model, first, second)"),
-            "step": ("RuntimeError", "pass it to fabric.setup or fabric.setup_optimizers"),
+            "step": ("ValueError", "'second.weight', 'second.bias' require gradients but are in no optimizer"),
             "foreign": ("ValueError", "that steps no parameter of a model that was set up"),
             "foreign update": ("ValueError", "fabric.setup got a SGD that steps no parameter of the Two"),
             "foreign gradient": ("ValueError", "fabric.setup got a SGD that steps no parameter of the Two"),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_sparse import METHODS, FabricSparseHSDPStrategy, attach_updates, exchange_pending
+from lightning_sparse import METHODS, FabricSparseHSDPStrategy, attach_updates, exchange_pending, shards
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.shards import local
 from lightning_sparse.strategies.lightning_pytorch import FabricSparseHSDPStrategy as ForLightning
@@ -32,7 +32,7 @@ from tests.integration.sharded import hsdp as trainers
 from tests.integration.trainers import Messages, lightning_ranks
 from tests.processes import run_program
 from tests.support.shards import EXACT, difference, loss_of, mesh_of, net, own, shard, steps, whole
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, in_full, tiers
 
 ROOT = Path(__file__).parents[2]
 SPARSE = {"method": "topk", "density": 0.2}
@@ -359,10 +359,82 @@ def test_several_optimizers_wait_for_each_other_and_several_models_train_apart()
 
     for two, plain, other, alone, reducers, (kind, text, _) in lightning_ranks(4, run):
         assert equal(two, plain)
-        assert kind == "RuntimeError"
-        assert "pass it to fabric.setup or fabric.setup_optimizers" in text
+        assert kind == "ValueError"
+        assert "'2.weight', '2.bias', '4.weight' and others require gradients but are in no optimizer" in text
         assert equal(other, alone)
         assert reducers == 2
+
+
+def root_only(model: Any, mesh: Any) -> Any:
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+@full
+def test_an_optimizer_made_after_a_forward_pass_without_backward_is_an_error_that_names_the_remedy():
+    """The pass leaves whole parameters in the root module, and the optimizer would step these."""
+
+    def run(rank: int) -> Any:
+        def with_a_head(model: Any, mesh: Any) -> Any:
+            fully_shard(model[0], mesh=mesh["data_parallel"])
+            return root_only(model, mesh)
+
+        fabric = launched(hsdp("topk", parallelize_fn=with_a_head))
+        model = fabric.setup_module(nn.Sequential(net(), nn.Linear(1, 1)))
+        model(torch.ones(1, 8))
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+        fabric.backward(loss_of(model, 0, rank, 4))
+        return caught(optimizer.step)
+
+    for kind, text, seconds in lightning_ranks(4, run):
+        assert kind == "ValueError"
+        assert "'1.weight', '1.bias' require gradients but are in no optimizer" in text
+        assert "After a forward pass without backward, call reshard() of the sharded modules before" in text
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize("method", [SPARSE, *in_full({"method": "dense"})], ids=str)
+def test_a_model_whose_root_has_all_parameters_is_set_up_saved_and_loaded_after_an_evaluation(method, tmp_path):
+    """An evaluation leaves whole parameters in the root module."""
+
+    def run(rank: int) -> Any:
+        fabric = launched(hsdp(**method, parallelize_fn=None))
+
+        def made(lr: float = 0.01) -> tuple[Any, Any]:
+            model = root_only(net(), fabric.strategy.device_mesh)
+            return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+        @torch.no_grad()
+        def evaluate(model: Any) -> Tensor:
+            return model(torch.ones(1, 8))
+
+        model, optimizer = made()
+        evaluate(model)
+        model, optimizer = fabric.setup(model, optimizer)
+        train(fabric, model, optimizer, count=2)
+        outputs = [evaluate(model)]
+        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        model, optimizer = made(lr=0.5)
+        model = fabric.setup_module(model)
+        evaluate(model)
+        fabric.load(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer})
+        outputs.append(evaluate(model))
+        fabric.save(tmp_path / "b.ckpt", {"model": model})  # before its optimizer is set up
+        loaded = weights(model)
+        if rank == 0:
+            torch.save(loaded, tmp_path / "raw.pt")
+        fabric.barrier()
+        model = fabric.setup_module(made()[0])
+        evaluate(model)
+        fabric.load_raw(tmp_path / "raw.pt", model)
+        shards.reshard(model)
+        outputs.append(evaluate(model))
+        return outputs, optimizer.param_groups[0]["lr"]
+
+    ranks = lightning_ranks(4, run)
+    for outputs, lr in ranks:
+        assert all(torch.equal(output, ranks[0][0][0]) for output in outputs)
+        assert lr == 0.01
+    assert (tmp_path / "b.ckpt").is_dir()
 
 
 @full
