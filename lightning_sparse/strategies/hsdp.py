@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import is_sharded, reshard
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.hsdp_options import HSDPOptions
 from lightning_sparse.strategies.trainer import TrainerCalls
@@ -66,6 +69,31 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
                 f"lightning_sparse, or take another method."
             )
         return super().reducer
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Run configure_model in the block. Warn if it replaces parameters that an earlier run has sharded."""
+        module: Any = self.lightning_module
+        reshard(module)
+        before = {name: weakref.ref(param) for name, param in module.named_parameters() if is_sharded(param)}
+        with super().model_sharded_context():
+            yield
+        replaced = [name for name, param in module.named_parameters() if name in before and before[name]() is not param]
+        if replaced and self.global_rank == 0:
+            log.warning(
+                f"configure_model has replaced {replaced[0]!r} of the run before, so its weights are lost. Lightning "
+                f"calls configure_model in each fit, validate, test and predict. If the model exists, return at once."
+            )
+
+    def setup(self, trainer: Any) -> None:
+        # FSDP2 keeps tensors of its first forward pass, and training cannot write to those of inference mode.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        super().setup(trainer)
+
+    def _end_fit(self, teardown: Callable[[], None]) -> None:
+        teardown()
+        self.checkpoint_io.teardown()  # waits for asynchronous saves. Lightning's ModelParallelStrategy leaves it out
 
     def on_exception(self, exception: BaseException) -> None:
         if self.exchanger is not None:  # FSDP2's collectives say that a rank has ended, but not why

@@ -283,6 +283,21 @@ class HSDPOptions(Mixin):  # type: ignore[misc]
 
     # Checkpoints:
 
+    def load_checkpoint(self, path: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint as Lightning does.
+
+        Raises:
+            ValueError: the checkpoint is one file, which lacks the state of an optimizer.
+        """
+        try:
+            return super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        except IndexError as error:  # of Lightning's, without a text
+            raise ValueError(
+                f"{str(path)!r} has no state of an optimizer: it had none, as SGD without momentum, or the checkpoint "
+                f"has fewer optimizers. Lightning cannot resume from such a file. Start from its weights alone; and to "
+                f"resume later, save with save_distributed_checkpoint=True."
+            ) from error
+
     @property
     def _is_distributed(self) -> bool:
         """Whether each rank writes its shards into a checkpoint."""

@@ -9,6 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -384,6 +385,105 @@ def test_by_the_string_fit_validate_and_test():
     for _, fit, validated, tested, shape in results:
         assert fit == pytest.approx(validated) == pytest.approx(tested)
         assert tuple(shape) == (1, 4, 1)  # one node, one replica
+
+
+class Anew(Module):
+    """Makes its model anew in each run."""
+
+    def configure_model(self) -> None:
+        self.net = None
+        super().configure_model()
+
+
+def run_again(rank: int) -> Any:
+    found = []
+    for kind in (Module, Anew):
+        module, messages = kind(), Messages()
+        run = trainer(hsdp("dense"), 4, max_steps=2)
+        run.fit(module, loader())
+        after_fit = whole(module.net)
+        run.test(kind(), loader(), verbose=False)
+        texts = [*messages.texts]
+        run.test(module, loader(), verbose=False)
+        same = all(torch.equal(x, after_fit[name]) for name, x in whole(module.net).items())
+        found.append((same, texts, messages.texts))
+    return found
+
+
+@full
+def test_a_model_that_configure_model_makes_anew_in_a_later_run_is_a_warning():
+    for rank, (kept, lost) in enumerate(lightning_ranks(4, run_again)):
+        assert kept == (True, [], [])
+        same, early, texts = lost
+        assert (same, early, len(texts)) == (False, [], int(rank == 0))
+        assert all("configure_model has replaced 'net.0.weight' of the run before" in text for text in texts)
+
+
+class Predicting(Module):
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return loss_of(self.net, 100, 0, 1)
+
+
+def evaluated_first(rank: int, replicas: int, call: str) -> tuple[str, bool]:
+    """Evaluate before a fit as over NCCL, for which Lightning takes inference mode."""
+    module, run = Predicting(), trainer(hsdp("topk", replicas=replicas), 4, max_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pytorch_lightning.loops.utilities._distributed_is_initialized", lambda: False)
+        error = attempt(lambda: (getattr(run, call)(module, loader()), run.fit(module, loader())))
+    return error, run.global_step
+
+
+@pytest.mark.parametrize(
+    ("replicas", "call"), [(2, "validate"), *in_full((4, "validate"), (2, "test"), (2, "predict"))]
+)
+def test_an_evaluation_before_a_fit_takes_no_inference_mode_over_nccl(replicas, call):
+    assert lightning_ranks(4, evaluated_first, replicas, call) == [("", 2)] * 4
+
+
+class Slow(TorchCheckpointIO):
+    """Writes late, or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(1)
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(*args, **kwargs)
+
+
+def saved_asynchronously(rank: int, folder: str, fails: bool) -> tuple[str, bool]:
+    path = f"{folder}/a.ckpt"
+    options = {"plugins": [AsyncCheckpointIO(Slow(fails))], "callbacks": [Save(path)]}
+    error = attempt(lambda: fitted(hsdp("topk", save_distributed_checkpoint=False), **options))
+    return error, Path(path).exists()
+
+
+@full
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_waits_for_asynchronous_saves_of_one_file_and_raises_their_errors(fails, tmp_path):
+    """Rank 0 writes the file."""
+    (error, exists), *_ = lightning_ranks(4, saved_asynchronously, str(tmp_path), fails)
+    assert ("No space left on device" in error) == fails, error
+    assert exists != fails
+
+
+def without_state(rank: int, folder: str, distributed: bool) -> str:
+    path, strategy = f"{folder}/a.ckpt", {"method": "topk", "save_distributed_checkpoint": distributed}
+    _, run = fitted(hsdp(**strategy), Module(torch.optim.SGD), max_steps=1)
+    run.save_checkpoint(path)
+    return attempt(lambda: fitted(hsdp(**strategy), Module(torch.optim.SGD), path=path))
+
+
+@full
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_resume_from_one_file_without_the_state_of_an_optimizer_is_an_error_that_names_the_remedy(
+    distributed, tmp_path
+):
+    for error in lightning_ranks(4, without_state, str(tmp_path), distributed):
+        assert ("a.ckpt' has no state of an optimizer" in error) != distributed, error
+        assert ("save with save_distributed_checkpoint=True" in error) != distributed, error
 
 
 def observed(rank: int, folder: str) -> Any:
