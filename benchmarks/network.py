@@ -1,8 +1,8 @@
 r"""Measures step times of ways to average gradients, over links of a given rate.
 
-    sudo python -m benchmarks.network --rates 100mbit 1gbit
+    sudo python -m benchmarks.network
     python -m benchmarks.network --workload real --rates loopback --tune
-    sudo python -m benchmarks.network --workload real --rates 100mbit
+    sudo python -m benchmarks.network --workload real
     sudo python -m benchmarks.network --workload resnet50 --contestants none ddp topk gtopk
     sudo python -m benchmarks.network --workload gpt2 --dilate 4 --density 0.003 --file network_gpt2.csv --contestants \
         none ddp int4 "topk updates, int2"
@@ -37,9 +37,12 @@ from benchmarks.harness.shaped_links import bits_per_second, missing
 from benchmarks.harness.timing import FOREIGN_LOAD, step_columns
 from benchmarks.harness.workloads import BATCH, COMPUTE_SECONDS, TARGET_LOSS, TRAININGS
 
-CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", "topk", "gaussiank"]
+OURS = ["topk", "gaussiank", "gtopk", "oktopk", "scalecom"]
+CONTESTANTS = ["none", "idle_hook", "ddp", "fp16", "bf16", "powersgd", "naive_topk", *OURS, "randk"]
 WITH_ADAMW = ["none", "ddp", "bf16", "int4", "topk", "topk updates", "gaussiank updates"]
-IN_TRAININGS = ["ddp_accumulated", "local_sgd"]
+ONLY_TRAINED = ["ddp_accumulated", "local_sgd"]
+IN_TRAININGS = ["ddp", "bf16", "powersgd", *OURS, *ONLY_TRAINED]
+RATES, PACED_RATES = ["100mbit", "1gbit"], ["1gbit"]
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SHOWN = ["none", "ddp", "bf16", "powersgd", "naive_topk", "topk", "scalecom"]
 TIMED = ["ddp", "bf16", "powersgd", "topk", "oktopk", "local_sgd"]
@@ -61,7 +64,8 @@ def parse() -> argparse.Namespace:
 by N, so that two cores suffice for many ranks; latency and processor time then count less"
     tune = "real workloads: train with each of the LEARNING_RATES and write the one with the fewest steps to \
 network_tuning.csv; other trainings use the rate in that file, or 0.05"
-    add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="in tc's notation (100mbit), or loopback")
+    rates = f"in tc's notation, or loopback. Default: {RATES}; paced workloads: {PACED_RATES}"
+    add("--rates", nargs="+", metavar="RATE", help=rates)
     add("--workload", choices=workloads, default="mlp", help="see above. Default: mlp")
     add("--dilate", type=float, default=1, metavar="N", help=slowed)
     add("--ranks-per-host", type=int, default=1, metavar="N", help="number of ranks that share a link")
@@ -74,7 +78,9 @@ network_tuning.csv; other trainings use the rate in that file, or 0.05"
     add("--file", help="CSV file to add rows to. Default: network.csv or network_paced.csv, whose rate is replaced")
     args = parser.parse_args()
     args.density = args.density or (0.01 if args.workload in TRAININGS else 0.001)
-    args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else CONTESTANTS)
+    args.rates = args.rates or (PACED_RATES if args.workload in COMPUTE_SECONDS else RATES)
+    usual = IN_TRAININGS if args.workload in TRAININGS else CONTESTANTS
+    args.contestants = args.contestants or (WITH_ADAMW if args.workload == "mlp_adamw" else usual)
     if args.workers < 2 or args.workers % args.ranks_per_host:
         parser.error(f"--workers {args.workers}: at least two, and a multiple of --ranks-per-host.")
     if args.dilate != 1 and args.workload not in COMPUTE_SECONDS:
@@ -90,7 +96,7 @@ network_tuning.csv; other trainings use the rate in that file, or 0.05"
 def contestants(args: argparse.Namespace) -> list[Row]:
     """Return the methods of a workload in order; for trainings, each with its learning rates."""
     if args.workload not in TRAININGS:
-        return [{"contestant": name} for name in args.contestants if name not in IN_TRAININGS] * args.rounds
+        return [{"contestant": name} for name in args.contestants if name not in ONLY_TRAINED] * args.rounds
     tuned = results.load(args.out / "network_tuning.csv")
     best = {} if tuned.empty else tuned[tuned["workload"] == args.workload].set_index("contestant")["learning_rate"]
     rates = {name: LEARNING_RATES if args.tune else [best.get(name, 0.05)] for name in args.contestants}
@@ -114,7 +120,6 @@ def measure(args: argparse.Namespace, rate: str) -> None:
             lacking = f"{failed} and the contestants after it have no result" if failed else "After all results"
             print(f"  {lacking}: {error}")
             records = [record for record in records if record["contestant"] != failed]
-    results.save(args.out / "network_links.csv", where.calibration, ["rate"])
     key = {"workload": args.workload, "rate": rate, "workers": args.workers, "ranks_per_host": args.ranks_per_host}
     common = {**key, "dilate": f"{args.dilate:g}", "links": where.links, "batch": BATCH, "density": args.density}
     common |= {"threads_per_rank": 1, **results.origin()}

@@ -1,5 +1,6 @@
-"""Figures of the documentation can be read, and show today's CSV files."""
+"""Figures of the documentation can be read, and show today's CSV files. Tables take the rows that they are about."""
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import pandas as pd
+
 from benchmarks.harness import plots
 from tests.support.tiers import full
 
@@ -15,11 +18,16 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def figures():
+@functools.cache
+def render():
     spec = importlib.util.spec_from_file_location("render", ROOT / "docs" / "render.py")
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
-    return render.FIGURES
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def figures():
+    return render().FIGURES
 
 
 @full
@@ -87,3 +95,13 @@ def test_a_figure_is_current_until_its_data_change(tmp_path, capsys):
 
 def test_a_difference_has_its_sign():
     assert [plots.signed(value) for value in (0.126, -0.126, -0.001, 0.0)] == ["+0.13", "−0.13", "0.00", "0.00"]
+
+
+@pytest.mark.parametrize("name", ["gpu-line", "gpu-gpt", "gpu-graphs"])
+def test_rows_in_another_precision_do_not_change_the_tables_of_bf16_mixed(name, monkeypatch):
+    made, read = render().TABLES[name], render().read
+    before = made()
+    monkeypatch.setattr(
+        render(), "read", lambda file: pd.concat([read(file), read(file).assign(precision="bf16-true", ms=1.0)])
+    )
+    assert made() == before

@@ -46,6 +46,17 @@ def test_without_links_committed_rows_stay(monkeypatch, capsys, tmp_path):
         assert network.parse().rates == ["loopback"]
 
 
+@pytest.mark.parametrize("workload", ["mlp", "mlp_adamw", "real", "real_resnet20"])
+def test_a_run_without_options_replaces_all_rows_of_its_links(workload, monkeypatch):
+    table = results.load(results.RESULTS / ("network_real.csv" if "real" in workload else "network.csv"))
+    mine = table.query("workload == @workload and workers == 4 and ranks_per_host == 1 and rate != 'loopback'")
+    monkeypatch.setattr(network, "missing", lambda: "")
+    monkeypatch.setattr(sys, "argv", ["network", "--workload", workload])
+    args = network.parse()
+    assert sorted(args.rates) == sorted(mine.rate.unique())
+    assert {row["contestant"] for row in network.contestants(args)} >= set(mine.contestant)
+
+
 def test_each_method_has_one_row():
     record = {"ms": [1.0, 2.0, 3.0], "cpu_ms": 1.0, "foreign_load": 0.0, "params": 8, "sent_bytes": 5.0}
     record |= {"tx_bytes": 6.0, "peak_bytes": 2e6}
