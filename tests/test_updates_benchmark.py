@@ -56,3 +56,9 @@ def test_every_variant_trains_and_keeps_weights_equal(variant, monkeypatch):
     assert [point["step"] for point in points] == [0, steps]
     assert points[1]["val_loss"] < points[0]["val_loss"]
     assert (points[1]["sent_bytes"] > 0) == (not VARIANTS[variant].alone)
+
+
+def test_a_variant_is_compared_with_dense_training_of_the_same_seeds():
+    rows = [("dense", 0, 2.0), ("dense", 1, 3.0), ("topk", 1, 2.5), ("masked", 0, 2.5), ("masked", 1, 2.5)]
+    above = updates.above_dense(pd.DataFrame(rows, columns=["variant", "seed", "val_loss"]))
+    assert above.mean(axis=1).to_dict() == {"dense": 0.0, "topk": -0.5, "masked": 0.0}
