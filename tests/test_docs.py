@@ -128,6 +128,20 @@ def test_relative_links_of_a_page_lead_to_files(page):
         assert (page.parent / link).exists(), link
 
 
+def slugs(page):
+    """The anchors of a page's headings that GitHub and the site share."""
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE):
+        kept = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        if re.sub(r"\s", "-", kept) == re.sub(r"[-\s]+", "-", kept):
+            yield re.sub(r"\s", "-", kept)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_there_on_github_and_on_the_site(page):
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+        assert anchor in slugs((page.parent / link) if link else page), f"{link}#{anchor}"
+
+
 def examples():
     return re.findall(r"```yaml\n(.*?)```", (DOCS / "command-line.md").read_text(), re.DOTALL)
 
