@@ -110,6 +110,7 @@ TRIED = [
     ("retune", "adamw", ["ddp"], [0.0005, *GRID[:3]]),
     ("retune", "adamw", ["topk"], GRID),
     ("final", "adamw", ["bf16"], [0.002, 0.004]),
+    ("final", "adamw", ["gaussiank updates"], [0.002]),
     ("final", "adamw", ["ddp", "int4", "topk", "topk updates", DELAYED, *LOCAL], GRID[:3]),
     ("final", "adamw", ["ddp", "int4", "topk updates", DELAYED, "gaussiank updates", DEFAULT, GAUSSIANK], [0.004]),
     ("final", "adamw", ["powersgd"], GRID),
@@ -158,6 +159,7 @@ REPEATED = {
     ("thin", "adamw", "topk updates"): 0.002,
     ("alone", "adamw", "ddp"): 0.002,
 }
+HALF = 0.002  # rate of the trainings of the part "final" in `REPEATED`, besides the rate there
 LARGE_TWICE = ["ddp", "topk updates", DEFAULT]  # also with seed 1; more would take hours
 MORE_SEEDS = [1, 2]  # further seeds of `REPEATED` and of `SHORT`; the parts in `EARLY` use all seeds
 TARGET = 2.6  # nats per byte: the lowest multiple of 0.1 that every method reaches at its best rate
@@ -240,6 +242,7 @@ def missing_runs(path: Path) -> list[Run]:
         for name, lr in itertools.product(methods, rates)
     ]
     repeated = [Run(*what, lr, seed) for seed in [0, *MORE_SEEDS] for what, lr in REPEATED.items()]
+    repeated += [run._replace(lr=HALF) for run in repeated if run.part == "final"]
     runs += [Run("large", "adamw", name, 0.002, 1) for name in LARGE_TWICE]
     runs += [
         Run(part, "adamw", name, 0.004, seed) for seed in MORE_SEEDS for part in SHORT for name in ("ddp", DEFAULT)

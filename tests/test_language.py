@@ -52,14 +52,18 @@ def test_every_contestant_is_compared_at_full_length_and_only_what_is_missing_is
     once = sum(len(names) * len(rates) for _, _, names, rates in TRIED)
     begun = [run for run in runs if run.part in EARLY.values()]
     assert {(run.method, run.seed) for run in begun} == {(name, seed) for _, _, name in REPEATED for seed in (0, 1, 2)}
-    assert (
-        len(runs)
-        == len(set(runs))
-        == once + len(MORE_SEEDS) * (len(REPEATED) + 2 * len(SHORT)) + len(begun) + len(LARGE_TWICE)
-    )
+    again = len(REPEATED) + sum(part == "final" for part, _, _ in REPEATED) + 2 * len(SHORT)
+    assert len(runs) == len(set(runs)) == once + len(MORE_SEEDS) * again + len(begun) + len(LARGE_TWICE)
     assert {run[:4] for run in runs if run.seed in MORE_SEEDS} <= {run[:4] for run in runs if run.seed == 0}
     results.save(tmp_path / "language.csv", [runs[0]._asdict()])
     assert missing_runs(tmp_path / "language.csv") == runs[1:]
+
+
+def test_every_committed_training_belongs_to_a_run_of_the_benchmark(tmp_path: Path) -> None:
+    table = results.load(RESULTS / "language.csv")
+    found = set(table[list(Run._fields)].itertuples(index=False, name=None))
+    assert found
+    assert found <= set(missing_runs(tmp_path / "language.csv"))
 
 
 def train_each(rank: int) -> list[tuple[str, float, float, int]]:
