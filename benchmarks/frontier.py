@@ -452,8 +452,8 @@ def draw(folder: Path) -> Any:
     finding = f"{who} sends the fewest bytes for a loss at most 1 % above ddp's (grey): {shares}"
     task = (
         "GPT of 0.84 M parameters, AdamW, 1,000 steps; bytes in % of dense fp32 all-reduce. Each method at its "
-        "best learning rate of a grid (TopUp: at that of ddp), against ddp of the same seeds. Local SGD exchanges every 50 "
-        "steps, SparseLoCo every 25."
+        "best learning rate of a grid (TopUp: at that of ddp), against ddp of the same seeds. Local SGD exchanges "
+        "every 50 steps, SparseLoCo every 25."
     )
     plots.headline(figure, finding, task)
     return figure

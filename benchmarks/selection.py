@@ -81,7 +81,7 @@ DRAWN = {
     "numpy partition": ("#7F7F7F", "-"),
     "GaussianK": ("#D55E00", "--"),
     "TopK": ("#0072B2", "-"),
-    "add_": ("#999933", ":"),
+    "read (sum)": ("#999933", ":"),
     "copy_": ("#999933", ":"),
 }
 """Lines of the figure, with colour and dashes."""
@@ -311,7 +311,8 @@ def draw(folder: Path, device: str = "cpu") -> Any:
     others = [name for name in ("torch.topk", "numpy partition") if name in last]
     said = ", ".join(f"{name} {last[name]:,.{0 if last[name] > 9 else 2}f} ms" for name in ["TopK", *others])
     finding = f"Time to select {100 * row['density']:g} % of {numel:,g} million elements exactly: {said}"
-    task = f"Selection alone, {where}. Dotted: one pass over the memory, the least that a selection needs."
+    dotted = "a copy of the input" if "copy_" in last else "one read of the input, the least that a selection needs"
+    task = f"Selection alone, {where}. Dotted: {dotted}."
     plots.headline(figure, finding, task)
     return figure
 

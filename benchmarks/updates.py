@@ -374,8 +374,9 @@ def draw(folder: Path) -> Any:
         f"end {min(kept):.2f} to {max(kept):.2f} above"
     )
     task = (
-        "GPT of 0.84 M parameters, AdamW, density 0.01, the first 300 of 1,000 steps, learning rate 0.002; nats per byte "
-        "above dense with the same seed; dots: means, bars: ranges of three seeds, no bar: one seed. updates.csv has all."
+        "GPT of 0.84 M parameters, AdamW, density 0.01, the first 300 of 1,000 steps, learning rate 0.002; nats per "
+        "byte above dense with the same seed; dots: means, bars: ranges of three seeds, no bar: one seed. updates.csv "
+        "has all."
     )
     plots.headline(figure, finding, task)
     return figure

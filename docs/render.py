@@ -854,7 +854,6 @@ def paced() -> dict[str, Paced]:
         ("powersgd", "powersgd", 1),
         ("local_sgd", "ddp", 50),
         ("diloco", "ddp", 50),
-        ("sparseloco", "none", 25),
         ("topk by default", "topk updates, int2", 1),
         ("topk by default", "topk updates, int2, within backward", 1),
     ]
@@ -887,8 +886,8 @@ def gpu_paced() -> str:
     for name, each in paced().items():
         cells = []
         for rate in PACED_LINKS:
-            cells += [digits(each.step[rate]), "–" if math.isnan(each.steps) else f"{each.total[rate]:,.0f}"]
-        rows.append([name, "–" if math.isnan(each.steps) else f"{each.steps:.0f}", *cells, each.slowed])
+            cells += [digits(each.step[rate]), f"{each.total[rate]:,.0f}"]
+        rows.append([name, f"{each.steps:.0f}", *cells, each.slowed])
     heads = ["", "steps to 2.0", "s a step, 1 Gbit/s", "s to 2.0", "s a step, 100 Mbit/s", "s to 2.0", "slowed down"]
     return table(heads, rows)
 
@@ -898,7 +897,7 @@ def gpu_paced_ratios() -> str:
     found, lines = paced(), []
     for rate, link in reversed(PACED_LINKS.items()):
         others = {name: each.total[rate] for name, each in found.items() if name not in (WITHIN, AFTER)}
-        best = min(others, key=lambda name: others[name] if others[name] > 0 else math.inf)
+        best = min(others, key=lambda name: others[name])
         within, after = (found[name].total[rate] / others[best] for name in (WITHIN, AFTER))
         lines.append(
             f"- Over {link} the default takes {100 * within:.0f} % of the time of {best}, the fastest of the others."

@@ -105,3 +105,8 @@ def test_rows_in_another_precision_do_not_change_the_tables_of_bf16_mixed(name, 
         render(), "read", lambda file: pd.concat([read(file), read(file).assign(precision="bf16-true", ms=1.0)])
     )
     assert made() == before
+
+
+def test_each_method_at_a_gpus_pace_reaches_the_loss():
+    for name, each in render().paced().items():
+        assert all(seconds > 0 for seconds in each.total.values()), name

@@ -32,7 +32,8 @@ def test_a_new_folder_gets_the_ideas_that_this_version_has(tmp_path):
 
 
 def test_a_method_is_compared_with_ddp_of_the_same_seeds(tmp_path):
-    losses = {("ddp", 0): 2.0, ("ddp", 1): 4.0, ("bf16", 0): 3.0, ("topk by default", 0): 1.0, ("topk by default", 1): 6.0}
+    losses = {("ddp", 0): 2.0, ("ddp", 1): 4.0, ("bf16", 0): 3.0}
+    losses |= {("topk by default", 0): 1.0, ("topk by default", 1): 6.0}
     common = {"optimizer": "adamw", "step": 1000, "part": "final", "lr": 0.1, "sent_bytes_per_worker": 8}
     rows = [{"method": name, "seed": seed, "val_loss": loss, **common} for (name, seed), loss in losses.items()]
     results.save(tmp_path / "language.csv", rows)

@@ -88,6 +88,18 @@ def test_who_does_not_fit_is_left_out(capsys):
 
 
 @full
+def test_the_least_that_a_selection_needs_is_one_read():
+    plots = pytest.importorskip("benchmarks.harness.plots")
+    figure = selection.draw(selection.results.RESULTS)
+    table = selection.results.load(selection.results.RESULTS / "selection_cpu.csv")
+    read = table.query("part == 'selection' and contestant == 'read (sum)' and density == 0.001 and cache == 'cold'")
+    (dotted,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert list(dotted.get_ydata()) == list(read.sort_values("numel").ms)
+    assert "Dotted: one read" in " ".join(text.get_text() for text in figure.texts)
+    plots.plt.close(figure)
+
+
+@full
 def test_the_figure_shows_time_against_length(tmp_path):
     pytest.importorskip("matplotlib").use("agg")
     result = tmp_path / "selection_cuda.csv"
