@@ -8,20 +8,9 @@ third step. The density is 0.001 if the method has one. For updates, the count i
 of AdamW with default options, with two-bit values. The fused AdamW keeps its step counts on the device.
 
     python -m benchmarks.launches
-    python -m benchmarks.launches --host   # time in Python
-
-`--host` measures the thread's time in Python and in torch's operators for a segment with the same number of parameters.
-It runs on the CPU with tensors so short that their computation takes negligible time. As on a GPU, Triton inspects a
-kernel's arguments and looks up the compiled kernel. The time excludes the driver's launch, and the extra time of CUDA's
-operators over the CPU's.
 """
 
-import contextlib
-import os
-import sys
-import time
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,12 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import results
 from lightning_sparse import METHODS, Reducer, method
-from lightning_sparse.exchange import Exchange
-from lightning_sparse.kernels import launch
 from lightning_sparse.methods import resolve_updates
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.fake_cuda import CUDA, Counting, on_fake_cuda
-from tests.support.kernels import Echo
 
 WIDTH = 768
 LINEAR = {"in": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "wide": (4 * WIDTH, WIDTH), "narrow": (WIDTH, 4 * WIDTH)}
@@ -92,48 +78,10 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
     return row | found | {"launches": sum(found.values())}
 
 
-def host_time(name: str, ranks: int, turns: int = 200) -> results.Row:
-    """Return the host's shortest time for a segment over several turns, in μs."""
-    from triton.runtime.driver import driver
-
-    from tests.compile_steps import Driver  # imported here, so that the rest of this file works without Triton
-
-    driver.set_active(Driver(90))
-    launched: list[Any] = []
-
-    def found(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        kernel = kernel.load() if isinstance(kernel, launch.Kernel) else kernel
-        launched.append(kernel.warmup(*args, grid=(programs,), **launch.OPTIONS, **constants))
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {launch.KERNELS: "triton"}))
-        stack.enter_context(mock.patch.object(Exchange, "_raise"))  # do not check messages
-        empty = torch.empty
-        zeros = lambda *args, **options: empty(*args, **options).zero_()  # noqa: E731  # replaces the output of kernels, which do not run
-        stack.enter_context(mock.patch.object(torch, "empty", zeros))
-        for path, module in list(sys.modules.items()):
-            if path.startswith("lightning_sparse.kernels.") and hasattr(module, "launch"):
-                stack.enter_context(mock.patch.object(module, "launch", found))
-        made = method(name, density=0.001 if "density" in METHODS[name].options else None)
-        reducer = Reducer(made, Echo(ranks), granularity="model")
-        grads = {key: torch.ones([max(1, size // 64) for size in shape]) for key, shape in SHAPES.items()}
-        reducer.setup(grads)
-        (segment,) = reducer.layout.segments  # type: ignore[union-attr]
-        flat, times = [grads[key].view(-1) for key in segment.names], []
-        for _ in range(turns):
-            launched.clear()
-            started = time.thread_time()
-            reducer.reduce_segment_(segment, flat)
-            reducer.finish_step()
-            times.append(1e6 * (time.thread_time() - started))
-    return {"method": name, "ranks": ranks, "triton": len(launched), "us": round(min(times))}
-
-
 if __name__ == "__main__":
     parser = results.command_line(__doc__, figure=False)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--state", default="now", help="label of the count. Default: now")
-    parser.add_argument("--host", action="store_true", help="measure the host's time instead")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.methods:
@@ -141,8 +89,7 @@ if __name__ == "__main__":
         kinds = ("update", "update, fused") if method(name).is_sparse or method(name).update_rule else ()
         sparse = [(2, torch.float32, kind) for kind in kinds]
         cases = sparse if method(name).update_rule else gradients + sparse
-        for found in [host_time(name, 2)] if arguments.host else (launches(name, *case) for case in cases):
-            rows.append({"state": arguments.state, **found})
+        for case in cases:
+            rows.append({"state": arguments.state, **launches(name, *case)})
             print(rows[-1], flush=True)
-    key = ["state", "method", "ranks", *([] if arguments.host else ["gradients", "exchanged"])]
-    results.save(arguments.out / ("launches_host.csv" if arguments.host else "launches.csv"), rows, key)
+    results.save(arguments.out / "launches.csv", rows, ["state", "method", "ranks", "gradients", "exchanged"])

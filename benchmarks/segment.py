@@ -17,7 +17,7 @@ are medians in μs:
 - `add_us`: time in which the host launches `x.add_(1)`, to compare hosts.
 
 Before a method is timed, one segment checks that nothing is lost: mean and residual must add up to the gradient and the
-previous residual.
+previous residual. For updates, it checks that only a few weights change.
 
     python -m benchmarks.segment              # on a GPU
     python -m benchmarks.segment --rehearse   # a small segment on a CPU: tests the benchmark; times are meaningless

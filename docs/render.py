@@ -1238,12 +1238,11 @@ def gpu_segment() -> str:
 def gpu_host() -> str:
     """How CUDA graphs change the host's time."""
     row = read("segment").set_index(["method", "ranks"]).loc[("topk", 2)]
-    hosts = read("segment_hosts").plain_host_us
     host = f"{row.plain_host_us:,.0f} to {row.host_us:,.0f} μs"
     device = f"{row.plain_device_us:.0f} to {row.device_us:.0f} μs"
     return f"""For `topk` with two ranks, graphs reduced the host's time from {host}.
 The device's time fell from {device}, because the gaps between kernels are shorter. Other programs shared the
-host: without graphs, {len(hosts)} runs took {hosts.min():,} to {hosts.max():,} μs. So compare the two columns of a row.
+host, so compare the two columns of a row.
 """
 
 
@@ -1329,16 +1328,6 @@ def gpu_links() -> str:
             times = f"{row.median_ms:.0f} ({row.p20_ms:.0f} to {row.p80_ms:.0f})"
             rows.append([rate, row.method, times, f"{ddp / row.median_ms:.1f} ×", f"{row.sent_bytes / 1e6:.1f}"])
     return table(["link", "method", "ms a step", "as fast", "MB a step"], rows)
-
-
-def launches_host() -> str:
-    """Microseconds that a segment takes of the host, and what it took before."""
-    found = read("launches_host").set_index(["method", "state"]).us
-    names = [name for name, state in found.index if state == "before" and (name, "now") in found]
-    return table(
-        ["method", "μs", "before"],
-        ([f"`{name}`", f"{found[name, 'now']}", f"{found[name, 'before']}"] for name in names),
-    )
 
 
 def methods() -> str:
@@ -1600,7 +1589,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "callbacks": callbacks,
     "clients": clients,
     "launches": launches,
-    "launches-host": launches_host,
     "gpu-promises": gpu_promises,
     "gpu-segment": gpu_segment,
     "gpu-host": gpu_host,
