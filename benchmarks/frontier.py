@@ -42,6 +42,7 @@ from lightning_sparse.compressors.encoding import (
 )
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.kernels.select import topk_indices
 from lightning_sparse.layout import Segment
 from lightning_sparse.memory import DecayingResidual, Residual
@@ -374,9 +375,12 @@ def missing_runs(path: Path) -> list[Run]:
 def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
     """Time steps of one rank in ms, for each value format and density in turn: AdamW updates, in C and in torch.
 
-    The rank compresses, frames, and sums its own payload and another rank's. No link is used.
+    The rank compresses, frames, and sums its own payload and another rank's. No link is used. A first step checks that
+    the weights of the sent entries change, and no others.
     """
     rows: list[Row] = []
+    if not uses_native(torch.zeros(1)):
+        raise SystemExit("The loops in C are not used here, so nothing is measured. Install the package with gcc.")
     for kernels in ("C", "torch"):
         with mock.patch.dict(os.environ, {"LIGHTNING_SPARSE_KERNELS": "torch"} if kernels == "torch" else {}):
             steps = {}
@@ -392,7 +396,11 @@ def times(numel: int = 6_500_000, repetitions: int = 9) -> list[Row]:
                     optimizer.step()
                     exchanged.exchange(optimizer)
 
-                net["w"].grad = torch.randn_like(net["w"])
+                net["w"].grad, before = torch.randn_like(net["w"]), net["w"].detach().clone()
+                step()
+                changed = int((net["w"] != before).sum())
+                if not 0.9 * density * numel <= changed <= density * numel + 1:
+                    raise SystemExit(f"{form} values change {changed:,} of {numel:,} weights, so nothing is measured.")
                 steps[f"{form},{density:g}"] = step
             for (name, cache), ms in in_turns(steps, repetitions).items():
                 if cache == "warm":

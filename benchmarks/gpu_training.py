@@ -145,7 +145,7 @@ def losses(parts: Sequence[tuple[str, Part]], seeds: Sequence[int], held_out: in
 
 
 def links(part: Part, rates: Sequence[str], path: Path) -> None:
-    """Time steps at each rate. Rows are written as soon as they are known."""
+    """Time steps at each rate. The rows of a rate are written after ranks have compared their weights."""
     job = {"of": dataclasses.asdict(part), "held_out": 2, "module": MODULE}
     for rate in rates:
         records: list[Row] = []
@@ -155,14 +155,14 @@ def links(part: Part, rates: Sequence[str], path: Path) -> None:
                 for record in launch("benchmarks.harness.launch", job, made, part.workers):
                     print(rate, record["method"], [round(ms) for ms in record["ms"]], flush=True)
                     records.append(record)
-                    rows = [
-                        {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
-                        | step_columns([ms for each in turns["ms"] for ms in each])
-                        | {key: round(turns[key].mean()) for key in ("sent_bytes", "tx_bytes")}
-                        | {"largest_calibration_error": round(off, 3), **results.device()}
-                        for name, turns in pd.DataFrame(records).groupby("method", sort=False)
-                    ]
-                    results.save(path, rows, ["rate"])
+            rows = [
+                {"rate": rate, "method": name, "workers": part.workers, "batch_size": part.batch_size}
+                | step_columns([ms for each in turns["ms"] for ms in each])
+                | {key: round(turns[key].mean()) for key in ("sent_bytes", "tx_bytes")}
+                | {"largest_calibration_error": round(off, 3), **results.device()}
+                for name, turns in pd.DataFrame(records).groupby("method", sort=False)
+            ]
+            results.save(path, rows, ["rate"])
             print(pd.DataFrame(rows).loc[:, :"tx_bytes"].to_string(index=False), flush=True)
         except (Exception, SystemExit) as error:  # continue with the other rates
             print(f"{rate}: {error}", flush=True)

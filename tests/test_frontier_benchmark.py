@@ -12,6 +12,7 @@ from benchmarks.updates import Run
 from lightning_sparse import Method, Reducer, simulate
 from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
+from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.memory import Residual
 from tests.support.tiers import one_in, tiers
 
@@ -38,6 +39,20 @@ def test_a_method_is_compared_with_ddp_of_the_same_seeds(tmp_path):
     rows = [{"method": name, "seed": seed, "val_loss": loss, **common} for (name, seed), loss in losses.items()]
     results.save(tmp_path / "language.csv", rows)
     assert frontier.contestants(tmp_path, 2).loss.to_dict() == {"bf16": 50.0, "ddp": 0.0, "topk by default": 0.0}
+
+
+def test_formats_are_timed_with_the_loops_in_c_and_after_a_check(monkeypatch):
+    if uses_native(torch.zeros(1)):
+        rows = frontier.times(numel=20_000, repetitions=1)
+        assert len({(row["kernels"], row["value_format"], row["density"]) for row in rows}) == len(rows) == 12
+    monkeypatch.setattr(frontier, "uses_native", lambda x: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(frontier.DeltaExchange, "exchange", lambda self, optimizer: None)
+        with pytest.raises(SystemExit, match=r"float32 values change 20,000 of 20,000 weights"):
+            frontier.times(numel=20_000, repetitions=1)
+    monkeypatch.setattr(frontier, "uses_native", lambda x: False)
+    with pytest.raises(SystemExit, match="loops in C are not used here"):
+        frontier.times(numel=20_000, repetitions=1)
 
 
 @pytest.mark.parametrize("numel", [1, 3, 64, 1001])
