@@ -34,7 +34,7 @@ torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 
 # Of the full tier, `make test-all` runs the first case of a test without quick cases, and one of others in this number.
 # Each commit has another sample, so that all cases run in the course of time.
-ONE_IN = 27
+ONE_IN = 40
 
 
 def _commit():
