@@ -549,7 +549,8 @@ class Parameters(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements that were trained at that time."""
-        return sum(param.numel() for name, param in self.by_name.items() if name not in {*self.frozen})
+        frozen = {*self.frozen}
+        return sum(param.numel() for name, param in self.by_name.items() if name not in frozen)
 
 
 class _Choice:

@@ -87,6 +87,7 @@ def simulate_on_cuda(size: int, fn: Callable[[Comm], T]) -> list[T]:
             (torch.cuda, "current_stream", lambda device: stream),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "Event", lambda: event),
+            (Tensor, "record_stream", lambda x, stream: None),
             (launch, "KEEPS", (Tensor, OnCuda)),
             (launch, "_kept", launch.Cache()),
         ):
