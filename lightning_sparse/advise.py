@@ -58,7 +58,7 @@ SHARDED_BASELINES = {"dense_hsdp": 4, "dense_hsdp, 16-bit": 2}
 """The same if FSDP2 shards the model. Half of the bytes are sent with `reduce_dtype=torch.bfloat16`."""
 CAUTIONS = {
     "randk": "a random choice: needs many more steps",
-    **{name: "discards unsent entries" for name, spec in METHODS.items() if not spec.traits.conserves},
+    **{name: "rounds at random, keeps no errors" for name, spec in METHODS.items() if not spec.traits.conserves},
     **{
         name: f"{spec.update_rule.local_steps} local steps between exchanges: may need more steps"
         for name, spec in METHODS.items()

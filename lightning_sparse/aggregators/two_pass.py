@@ -24,7 +24,9 @@ from lightning_sparse.options import check
 
 @dataclass(frozen=True)
 class TwoPass(Aggregator[Compressor]):
-    """Compressed reduce-scatter and all-gather for any compressor without a state. The bytes do not grow with P.
+    """Compressed reduce-scatter and all-gather for contracting compressors without a state.
+
+    The bytes do not grow with P.
 
     It compresses in two passes with error feedback in both (Tang et al. 2019, arXiv 1905.05957, "DoubleSqueeze"). Here
     each rank is the server of one of P regions of equal length.

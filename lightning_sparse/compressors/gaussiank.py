@@ -19,7 +19,7 @@ from lightning_sparse.kernels.threshold import gaussian_indices
 class GaussianK(Sparsifier):
     """Sends the entries whose magnitude exceeds a threshold taken from the mean μ and deviation σ of `u`.
 
-    Shi et al. 2019, arXiv 1911.08772. The first threshold is μ + zσ with z = Φ⁻¹(1 - ρ/2), two-sided as in the
+    Shi et al. 2019, arXiv 1911.08772. The first threshold is |μ| + zσ with z = Φ⁻¹(1 - ρ/2), two-sided as in the
     authors' code. Real gradients have heavier tails than a Gaussian, so the threshold is refined. A search between
     a threshold that is too low and one that is too high stops when 2k/3 to 4k/3 entries are left. If ties or clusters
     do not allow that, the k largest are selected. `lightning_sparse.contrib` has the published search.

@@ -30,7 +30,7 @@ class MSTopK(Sparsifier):
 
     After N rounds the two thresholds are neighbours on a grid of 2^N steps, and the entry of rank k + 1 lies between
     them. This implementation computes them from that entry. Block maxima find it faster than N passes could count. The
-    grid starts at m, here the mean of 65,536 evenly spaced magnitudes. If more than 9k/8 entries reach the
+    grid starts at m, here the mean of 65,536 to 196,607 evenly spaced magnitudes. If more than 9k/8 entries reach the
     lower threshold (because they are equal, or because N is small), the k largest entries are sent.
 
         >>> import torch

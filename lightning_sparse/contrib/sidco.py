@@ -54,11 +54,11 @@ class SIDCo(Sparsifier):
     - gamma in the first stage, generalised Pareto later. The threshold of gamma is m/α times the upper quantile δ of
       Γ(α). Here α = (3 − s + √((s − 3)² + 24s))/12s with s = ln m − mean(ln |u|).
 
-    Moments are computed from at most 65,536 evenly spaced elements. Exact moments of each stage would need another
-    pass, which takes longer than exact selection. Zeros have no logarithm, so the first stage fits the other
-    magnitudes, and takes the share of zeros into account. If there is no fit, for
-    example for equal magnitudes, the k largest entries are sent. They are also sent if fewer than 2k/3 or more than
-    4k/3 entries reach the threshold.
+    Moments are computed from 65,536 to 196,607 evenly spaced elements, or all if there are fewer. Exact moments of each
+    stage would need another pass, which takes longer than exact selection. Zeros have no logarithm, so the first stage
+    fits the other magnitudes, and takes the share of zeros into account. If there is no fit, for example for equal
+    magnitudes, the k largest entries are sent. They are also sent if fewer than 2k/3 or more than 4k/3 entries reach
+    the threshold.
 
     The number of stages adapts in each segment. It changes by one if, in 5 steps, the mean number of entries above the
     thresholds is above 1.2k or below 0.8k. (The number is counted in blocks with one or more such entries.) The paper

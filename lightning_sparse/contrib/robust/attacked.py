@@ -37,9 +37,10 @@ class Attacked(Aggregator[Any]):
     - "flip" multiplies each element by +1 or −1 at random.
     - "negate" multiplies u by −1.
 
-    An attacker keeps the same residual as an honest rank: that of its original u. The result does not count as a mean,
-    so there is no fallback to dense, and updates are not supported. A number that is not finite still raises an error
-    on all ranks, also if it is an attacker's.
+    An attacker keeps the same residual as an honest rank: that of its original u. With two passes, gTopK and OkTopk its
+    residual also holds entries of other ranks, which are multiplied, too. The result does not count as a mean, so there
+    is no fallback to dense, and updates are not supported. A number that is not finite still raises an error on all
+    ranks, also if it is an attacker's.
 
     Attributes:
         aggregator: aggregator of all ranks.
