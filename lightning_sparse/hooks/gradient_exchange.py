@@ -71,7 +71,7 @@ class GradientExchanger(Exchanger):
         rates: Rates,
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
-        self._known = {id(param): (name, param.stride()) for name, param in params.items()}
+        self._known = {id(param): (name, _strides(param)) for name, param in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
@@ -139,8 +139,8 @@ class GradientExchanger(Exchanger):
             )
         names = []
         for param in bucket.parameters():
-            name, stride = self._known[id(param)]
-            if param.stride() != stride:
+            name, strides = self._known[id(param)]
+            if _strides(param) != strides:
                 raise self._fail_with(
                     f"{name!r} has changed its memory format since DistributedDataParallel wrapped the model, so DDP "
                     f"permutes its gradient. Call .to(memory_format=...) in the module's constructor."
@@ -297,3 +297,8 @@ def has_collectives(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
     )
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Return the strides of the dimensions that have several elements; those of others are arbitrary."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
