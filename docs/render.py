@@ -621,6 +621,17 @@ def front_confirmation() -> str:
     )
 
 
+def front_largest() -> str:
+    """The largest trained model, in a sentence."""
+    found = read("gpu_training")
+    largest = found.loc[found.params.idxmax()]
+    seeds = found[found.params == largest.params].seed.nunique()
+    return (
+        f"The largest model that was trained has {largest.params / 1e6:.0f} M parameters, with {largest.workers}"
+        f" workers and [{seeds} seed](docs/gpu.md#trainings).\n"
+    )
+
+
 def fewer_bytes() -> str:
     """TopUp, SparseLoCo and DiLoCo with two workers by bytes, each at the best of its rates; one seed."""
     trained = read("language").query("optimizer == 'adamw' and workers <= 2 and seed == 0 and step == 1000")
@@ -1269,13 +1280,14 @@ def gpu_line() -> str:
     """What a GPU has shown, in a line."""
     found = gpt_steps().set_index("contestant")
     percent = 100 * found.added_ms / found.ms["ddp"]
-    return (
+    line = (
         f"**Status.** Run on one {found.device['topk']}: Lightning over NCCL in a group of one rank, the kernels, and"
-        f" GPT-2 small. There\n`topk` adds {percent['topk']:.1f} % to a step if gradients are exchanged, and"
+        f" GPT-2 small. There `topk` adds {percent['topk']:.1f} % to a step if gradients are exchanged, and"
         f" {percent['topk updates']:.0f} to {percent['topk updates within backward']:.0f} % with AdamW's updates."
-        " This is at\ndensity 0.001, before any communication ([GPU status](docs/gpu.md)). Several GPUs have not been"
-        " run. FSDP2 has only been run on CPUs.\n"
+        " This is at density 0.001, not at the default, and before any communication ([GPU status](docs/gpu.md))."
+        " Several GPUs have not been run. FSDP2 has only been run on CPUs."
     )
+    return textwrap.fill(line, 140, break_on_hyphens=False) + "\n"
 
 
 def gpu_gpt() -> str:
@@ -1536,7 +1548,9 @@ DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants
 TABLES: dict[str, Callable[[], str]] = {
     "defaults": defaults,
     "front": partial(defaults, ("ddp", "topk by default")),
-    "front-limits": lambda: textwrap.fill(growth() + front_confirmation(), 140, break_on_hyphens=False) + "\n",
+    "front-limits": lambda: (
+        textwrap.fill(growth() + front_confirmation() + front_largest(), 140, break_on_hyphens=False) + "\n"
+    ),
     "confirmation": confirmation,
     "front-seconds": front_seconds,
     "fewer-bytes": fewer_bytes,
