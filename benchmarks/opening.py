@@ -1,7 +1,11 @@
 """Times short messages over new connections with a long round trip, by the bytes that ranks exchange before.
 
-Each case makes a process group, whose connections are new. Ranks send some bytes to each other rank, or
-none. Then they gather messages of one length, as sparse steps do, with pauses in which training would compute.
+Each case makes a process group, whose connections are new. Ranks send some bytes to each other rank, or none. Then they
+gather messages of one length, as sparse steps do, with pauses in which training would compute.
+
+BBR, which these hosts use, raises the rate of a connection only while a message fills it. So after a short first
+message each exchange takes longer, for the rest of the training. With a first message of 128 to 256 KiB most exchanges
+are shorter. After 16 KiB a connection is slower than a new one. With four workers 256 KiB are worse than 128 KiB.
 
     sudo python -m benchmarks.opening
 """

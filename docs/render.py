@@ -79,8 +79,8 @@ NAMES = {
     "topk": "**`topk`**",
     "gaussiank": "**`gaussiank`**",
     "int4": "**`int4`**",
-    "topk updates": "**`topk`**, updates",
-    "gaussiank updates": "**`gaussiank`**, updates",
+    "topk updates": "**`topk` updates**",
+    "gaussiank updates": "**`gaussiank` updates**",
     "gtopk": "**`gtopk`**",
     "oktopk": "**`oktopk`**",
     "scalecom": "**`scalecom`**",
@@ -229,6 +229,17 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def under_adamw(name: str) -> str:
+    """Return a method's name for a table about AdamW: the bare name of the CSV file means gradients."""
+    return re.sub(rf"^(\**`?)({'|'.join(OURS)})(`?)(?=$|,|\**$)", r"\1\2\3 gradients", name)
+
+
+def beside_gradients(names: Iterable[str]) -> dict[str, str]:
+    """Map names to "<name> updates" if the same table also has "<name> gradients"."""
+    found = list(names)
+    return {name: f"{name} updates" if f"{name} gradients" in found else name for name in found}
+
+
 def digits(value: float, significant: int = 3) -> str:
     """Return a number with so many significant digits, all of those before the point, and no zeros at the end."""
     return f"{value:.0f}" if value >= 10**significant else f"{value:.{significant}g}"
@@ -256,7 +267,7 @@ def network_adamw() -> str:
     rows = []
     for name in [name for name in NAMES if name in steps.index]:
         medians = [f"{steps.median_ms[name, rate]:,.0f}" for rate in rates]
-        rows.append([NAMES[name], *medians, f"{steps.peak_mb[name].max():,.0f}"])
+        rows.append([under_adamw(NAMES[name]), *medians, f"{steps.peak_mb[name].max():,.0f}"])
     return table(["", *rates.values(), "MB"], rows)
 
 
@@ -388,9 +399,9 @@ def scaling_error() -> str:
     )
 
 
-def accuracy(epochs: int = 4) -> str:
-    """Digits: accuracy after some epochs, beside dense training with the same seeds."""
-    runs = read("convergence").query("epochs == @epochs").copy()
+def accuracy() -> str:
+    """Digits: accuracy after four epochs, beside dense training with the same seeds."""
+    runs = read("convergence").query("epochs == 4").copy()
     runs["order"] = runs.method.map(["ddp", "topk", "gaussiank", "randk"].index)
     rows = []
     runs["warm"] = runs.warmup.notna()
@@ -435,6 +446,7 @@ def language(workers: int = 2) -> str:
             continue
         steps = [steps_to(run, target) for target in (2.6, 2.0)]
         label = "torch's PowerSGD" if method == "powersgd" else method
+        label = under_adamw(label) if optimizer == "adamw" else label
         rows.append(
             [
                 f"{label}, {labels[optimizer]}",
@@ -485,7 +497,7 @@ def language_far() -> str:
 def start() -> str:
     """Seconds from `fit` to the first batch, by whether ranks have the same weights."""
     medians = read("start").set_index(["contestant", "start"]).ms / 1e3
-    names = {"ddp": "stock `ddp`", "topk": "**`topk`**", "topk updates": "**`topk`**, updates"}
+    names = {name: under_adamw(NAMES[name]) for name in ("ddp", "topk", "topk updates")}
     starts = list(dict.fromkeys(medians.index.get_level_values("start")))
     return table(["", *starts], [[text, *(f"{medians[name, x]:.1f}" for x in starts)] for name, text in names.items()])
 
@@ -496,22 +508,15 @@ def sites() -> str:
     rows = [
         ["ddp", "–", digits(medians["ddp"])],  # Lightning's own, which always broadcasts
         *(
-            [name, *(digits(medians[name + end]) for end in ("", ", with broadcast"))]
-            for name in ("topk", "topk, every 8", "sparseloco")
+            [label, *(digits(medians[name + end]) for end in ("", ", with broadcast"))]
+            for name, label in (
+                ("topk", "topk by default"),
+                ("topk, every 8", "topk by default, every 8"),
+                ("sparseloco", "sparseloco"),
+            )
         ),
     ]
     return table(["", "ms per step", "with Lightning's broadcast"], rows)
-
-
-def opening() -> str:
-    """Medians of the milliseconds of an all-gather over new connections, by the bytes that ranks send before."""
-    taken = read("opening").pivot_table("ms", ["rate", "workers", "nbytes"], "opening", sort=False)
-    heads = [f"{nbytes >> 10} KiB" if nbytes else "nothing" for nbytes in taken.columns]
-    rows = [
-        [rate, str(workers), f"{nbytes // 1000} kB", *map(digits, row)]
-        for (rate, workers, nbytes), row in zip(taken.index, taken.to_numpy(), strict=True)
-    ]
-    return table(["link", "workers", "message", *heads], rows)
 
 
 def pair(*numbers: float) -> str:
@@ -767,22 +772,6 @@ def auto_losses() -> str:
     return table(["seed", "`ddp`", "`auto_ddp`", "against `ddp`", "choice, every 50 steps"], rows)
 
 
-def switches() -> str:
-    """Losses soon after a switch from updates to dense averages, and later, by way: mean and range of the seeds."""
-    rows, dense = [], read("language").query("part == 'final' and method == 'ddp' and optimizer == 'adamw'")
-    dense = dense[dense.lr == read("switches").lr[0]]
-    for (first, last), runs in read("switches").groupby(["first", "last"], sort=False):
-        later = runs[runs.step > last]
-        for way, mine in later.groupby("way", sort=False):
-            steps = later.step.min(), later.step.max()
-            losses = ([step, list(mine[mine.step == step].val_loss)] for step in steps)
-            cells = [f"{step}: {mean_and_range(found, 3)}" for step, found in losses]
-            rows.append([f"{first} to {last}", way, *cells])
-        ends = list(dense[dense.step == later.step.max()].val_loss)
-        rows.append(["none: `ddp`", "", "", f"{later.step.max()}: {mean_and_range(ends, 3)}"])
-    return table(["updates in steps", "residuals", "loss at step", "loss at step"], rows)
-
-
 def auto_link(rate: str, million: float, workers: int, event: str) -> str:
     """Write the link of a case, and its event."""
     return rate if event == "no event" else event if "bit" in event else f"{rate}, {event}"
@@ -950,7 +939,7 @@ def language_large() -> str:
         ]
         steps = [mean_and_range([steps_to(run, target) for run in seeds], 0) for target in (2.0, 1.6)]
         sent = runs.sent_bytes_per_worker.iloc[-1] / runs.step.iloc[-1] / 1e3
-        rows.append([str(method), str(len(seeds)), *ends, *steps, f"{sent:,.1f}"])
+        rows.append([under_adamw(str(method)), str(len(seeds)), *ends, *steps, f"{sent:,.1f}"])
     heads = ["", "seeds", "after 1,050 steps", "after 1,950", "after 3,000", "steps to 2.0", "to 1.6", "kB per step"]
     return table(heads, rows)
 
@@ -979,14 +968,14 @@ def comparison(task: str) -> str:
     """All methods on one task, by loss: best rate, last loss, accuracy, bytes, seconds of 300 steps over two links."""
     found = finals(read(f"comparison_{task}")).sort_values("loss")
     times = read("comparison_seconds").query("task == @task").set_index(["rate", "contestant"])["median_ms"]
-    rows = []
+    rows, named = [], beside_gradients(found.contestant)
     for run in found.itertuples():
         seconds = [times[rate, run.contestant] * STEPS / 1e3 for rate in ("1gbit", "100mbit")]
         ends = "diverged" if math.isinf(run.loss) else f"{run.loss:.3f} ({run.low:.3f} to {run.high:.3f})"
         accuracy = "" if math.isinf(run.loss) else f"{run.accuracy:.1f} %"
         end = {TASKS[task].rates[0]: "↓ ", TASKS[task].rates[-1]: "↑ "}.get(run.lr, "")
         cells = [f"{end}{run.lr:g}", ends, accuracy, digits(run.sent_bytes / 1e6), *(digits(s) for s in seconds)]
-        rows.append([run.contestant, *cells])
+        rows.append([named[run.contestant], *cells])
     heads = ["", "rate", "loss", "accuracy", "MB sent", "s, 1 Gbit/s", "s, 100 Mbit/s"]
     return table(heads, rows)
 
@@ -1004,7 +993,8 @@ def comparison_fast() -> str:
             seconds = [digits(times[rate, name] * STEPS / 1e3) for name in few.index]
             span = f"{min(seconds, key=float)} to {max(seconds, key=float)}"
             cells += [digits(times[rate, "dense"] * STEPS / 1e3), span]
-        rows.append([heading, ", ".join(f"`{name}`" for name in few.sort_values("loss").index), *cells])
+        named = beside_gradients(found.index)
+        rows.append([heading, ", ".join(f"`{named[name]}`" for name in few.sort_values("loss").index), *cells])
     links = ("100 Mbit/s", "1 Gbit/s")
     heads = [f"s, {link}: {which}" for link in links for which in ("dense", "these methods")]
     return table(["task", "methods", *heads], rows)
@@ -1295,7 +1285,7 @@ def gpu_gpt() -> str:
     return table(
         ["contestant", "ms a step", "added, ms", "limit, ms"],
         (
-            [row.contestant, f"{row.ms:.1f} ({row.ms_p20:.1f} to {row.ms_p80:.1f})"]
+            [under_adamw(row.contestant), f"{row.ms:.1f} ({row.ms_p20:.1f} to {row.ms_p80:.1f})"]
             + (["", ""] if row.contestant == "ddp" else [f"{row.added_ms:.2f}", f"{row.limit_ms:.2f}"])
             for row in gpt_steps().itertuples()
         ),
@@ -1563,7 +1553,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto-worst": auto_worst,
     "auto-processors": auto_processors,
     "auto-losses": auto_losses,
-    "switches": switches,
     "sharded": sharded,
     "sharded-memory": sharded_memory,
     "sharded-seconds": sharded_seconds,
@@ -1579,13 +1568,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling-gains": scaling_gains,
     "scaling-error": scaling_error,
     "accuracy": accuracy,
-    "accuracy-two-epochs": partial(accuracy, 2),
     "language": language,
     "language-seeds": language_seeds,
     "language-ratios": language_ratios,
     "language-far": language_far,
     "sites": sites,
-    "opening": opening,
     "start": start,
     "momentum": momentum,
     "language-four": partial(language, workers=4),
