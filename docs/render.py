@@ -524,59 +524,52 @@ def pair(*numbers: float) -> str:
     return " / ".join("–" if math.isnan(number) else f"{number:.0f}" for number in numbers)
 
 
+SEED_HEADS = ["workers", "", "rate", "% of dense bytes", "seeds", "loss after 1,000 steps", "against `ddp`, by seed"]
+SEED_HEADS += ["steps to 2.6", "steps to 2.0"]
+
+
 def language_seeds() -> str:
     """Byte-level GPT, one rate for each number of workers: loss at the end, steps to 2.6 and 2.0, mean and range."""
+    return table(SEED_HEADS, seed_rows())
+
+
+def seed_rows() -> list[list[str]]:
+    """Return the rows of `language_seeds`."""
     trained = read("language").query("optimizer == 'adamw'")
-    rows, dense = [], 1.0
-    for (part, _, method), lr in sorted(REPEATED.items(), key=lambda item: PARTS[item[0][0]].workers):
+    rows, dense, losses = [], 1.0, {}
+    chosen_runs = {**REPEATED, ("final", "adamw", GAUSSIANK): REPEATED["final", "adamw", "ddp"]}
+    for (part, _, method), lr in sorted(chosen_runs.items(), key=lambda item: PARTS[item[0][0]].workers):
         same = trained[(trained["method"] == method) & (trained["lr"] == lr)].sort_values("step")
         chosen, begun = same[same["part"] == part], same[same["part"] == EARLY[part]]
         runs, starts = ([run for _, run in found.groupby("seed")] for found in (chosen, begun))
-        ends = [run.val_loss.iloc[-1] for run in runs]
+        ends = chosen.groupby("seed").val_loss.last()
         sent = runs[0].sent_bytes_per_worker.iloc[-1]
-        dense = (sent or dense) if method == "ddp" else dense  # one worker sends nothing
+        if method == "ddp":
+            dense, losses[part] = sent or dense, ends  # one worker sends nothing
         to = [[steps_to(run, target) for run in found] for found, target in ((starts, 2.6), (runs, 2.0))]
-        cells = [mean_and_range(found, places) for found, places in zip((ends, *to), (3, 0, 0), strict=True)]
+        places = zip((list(ends), *to), (3, 0, 0), strict=True)
+        loss, *steps = (mean_and_range(found, decimals) if found else "" for found, decimals in places)
+        cells = [loss, "" if method == "ddp" else against(ends, losses.get(part)), *steps]
         workers = str(chosen["workers"].iloc[0])
         method = {"thin": f"{method}, density 0.001", "alone": "nobody else"}.get(part, method)
         rows.append([workers, method, f"{lr:g}", digits(100 * sent / dense), str(len(runs)), *cells])
-    heads = ["workers", "", "rate", "% of bytes", "seeds", "loss after 1,000 steps", "steps to 2.6", "steps to 2.0"]
+    return rows
+
+
+def against(ends: pd.Series, dense: pd.Series | None) -> str:
+    """Write by how many per cent losses differ from dense ones: the mean, and the difference of each seed."""
+    if dense is None:
+        return ""
+    above = (100 * (ends / dense - 1)).dropna().sort_index()
+    by_seed = f" ({', '.join(f'{each:+.1f}' for each in above)})" if len(above) > 1 else ""
+    return f"{above.mean():+.1f} %{by_seed}"
+
+
+def front() -> str:
+    """The rows of `ddp` and of the default, for the front page."""
+    rows = [row for row in seed_rows() if row[1] in ("ddp", DEFAULT)]
+    heads, *rows = ([*row[:2], *row[3:-1]] for row in [SEED_HEADS, *rows])
     return table(heads, rows)
-
-
-DEFAULTS = ("ddp", "topk updates", "two_pass updates", "topk by default", "gaussiank by default")
-
-
-def defaults(contestants: Sequence[str] = DEFAULTS) -> str:
-    """The default of updates beside stock ddp and the earlier default, at one rate for each number of workers."""
-    trained = read("language").query("optimizer == 'adamw'")
-    rows = []
-    for part in ("final", "four", "eight"):
-        runs = trained[(trained.lr == REPEATED[part, "adamw", "ddp"]) & trained.part.isin([part, EARLY[part]])]
-        last = runs[(runs.part == part) & (runs.step == 1000)].set_index("seed")
-        dense = last[last.method == "ddp"]
-        for method in contestants:
-            ends = last[last.method == method]
-            if not len(ends):
-                continue
-            begun = runs[(runs.part == EARLY[part]) & (runs.method == method)].sort_values("step")
-            steps = [steps_to(run, 2.6) for _, run in begun.groupby("seed")]
-            share = ends.sent_bytes_per_worker.mean() / dense.sent_bytes_per_worker.mean()
-            above = (100 * (ends.val_loss / dense.val_loss - 1)).dropna().sort_index()
-            by_seed = f" ({', '.join(f'{each:+.1f}' for each in above)})" if len(above) > 1 and method != "ddp" else ""
-            rows.append(
-                [
-                    str(ends.workers.iloc[0]),
-                    method,
-                    str(len(ends)),
-                    digits(100 * share),
-                    mean_and_range(list(ends.val_loss), 3),
-                    f"{above.mean():+.1f} %{by_seed}",
-                    mean_and_range(steps, 0) if steps else "",
-                ]
-            )
-    heads = ["workers", "", "seeds", "% of dense bytes", "loss after 1,000 steps", "against `ddp`, by seed"]
-    return table([*heads, "steps to 2.6"], rows)
 
 
 def growth() -> str:
@@ -1536,8 +1529,7 @@ def private() -> str:
 
 DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants)
 TABLES: dict[str, Callable[[], str]] = {
-    "defaults": defaults,
-    "front": partial(defaults, ("ddp", "topk by default")),
+    "front": front,
     "front-limits": lambda: (
         textwrap.fill(growth() + front_confirmation() + front_largest(), 140, break_on_hyphens=False) + "\n"
     ),
