@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Workers of pytest keep what they compiled of the tests: without, each run compiles for a minute.
+# Workers of pytest keep compiled tests. Otherwise each run compiles them, for a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
 # What `make gpu` runs with; nothing is installed for it.

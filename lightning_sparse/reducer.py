@@ -353,10 +353,10 @@ class Reducer:
         """Drop all state of compression, such as residuals. All ranks call it, between two steps.
 
         Call it after your program has loaded or initialised weights anew: residuals of the earlier ones would move
-        these.
+        these. With several local steps or overlap="next_step", call `exchange_pending` before the weights change.
 
         Raises:
-            RuntimeError: an exchange of updates is pending.
+            RuntimeError: an exchange of updates with overlap="next_step" is pending.
             NonFiniteGradient, RankFailure: see `raise_deferred`.
         """
         self._check_idle("forget_residuals")

@@ -96,8 +96,9 @@ class UnattachedOptimizerCheck:
                 f"{type(model).__name__} whose updates are exchanged for other optimizers: ranks would drift apart. "
                 f"Call attach_updates again, with all optimizers that step the model now; or give the parameters to "
                 f"an attached one, by add_param_group. In Lightning return it from configure_optimizers; in Fabric "
-                f"freeze parameters first, and then pass it to fabric.setup or fabric.setup_optimizers. If your code "
-                f"restores the weights after such steps, let it step a copy of the module."
+                f"freeze the parameters that no optimizer steps before you pass it to fabric.setup or "
+                f"fabric.setup_optimizers. If your code restores the weights after such steps, let it step a copy of "
+                f"the module."
             )
 
 

@@ -56,7 +56,7 @@ from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.layout import Granularity, Layout
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.shards import local, parameters_of
+from lightning_sparse.shards import local, parameters_of, reshard
 from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.overlap_rules import gradient_hooks
@@ -405,7 +405,8 @@ class AutoDDP(AutoStrategy):
     """Data-parallel training that measures link and steps, and exchanges by the fastest method that trains well.
 
     It begins with stock all-reduce on a fast link and with sparse updates or gradients on a slow one. It decides within
-    about a hundred steps. It looks again every hundred steps, and decides anew if steps take another time.
+    about a hundred steps, or two hundred if their times vary. It looks again every hundred steps, and decides anew if
+    steps take another time.
 
     Args:
         seed: the seed of the methods' random choices.
@@ -624,9 +625,8 @@ class _Choice:
         resumed = loaded.choice if loaded.choice in names else ""
         ranks, before, settled = loaded.basis or (0, 0.0, False)
         low, high = sorted((before, links[names[0]]))
-        if ranks != self._ranks or (high > SHORT and high > OTHER_LINK * low):  # made for others, or for another link
-            resumed = ""
-        if not settled and not kept:  # it was being tried, and may be slow
+        is_another_link = high > SHORT and high > OTHER_LINK * low
+        if ranks != self._ranks or is_another_link or not (settled or kept):  # a method in its try may be slow
             resumed = ""
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
         self.tuner.left_out = left_out
@@ -667,6 +667,7 @@ class _Choice:
         exchanged, they are no candidates from now on.
         """
         module, bucket_cap_mb = strategy.lightning_module, self._base.reducer.bucket_cap_mb
+        reshard(module)  # an evaluation leaves whole parameters in the root of a sharded model
         shards = int(strategy.world_size) // self._ranks
         numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
         gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
@@ -748,13 +749,13 @@ class _Choice:
             slowest, spread, *lacking = everyone.all_gather(own).amax(0).tolist()
             if self.tuner.needs_more(spread):
                 return ""
+            left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
             if not self.tuner.times and not was_settled and self.options[self.tuner.current] is None:
                 # Another program may have begun to use the link. Only a dense average would hide that.
                 self.tuner.links = self._measure(strategy, self._workloads(strategy))
             link = self._link
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
-        left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
         self.tuner.left_out = left_out
         for name in left_out:  # it was tried before the optimizer evaluated its closure several times
             if left_out[name] == math.inf:
@@ -778,7 +779,7 @@ class _Choice:
     def _crowded(self, strategy: AutoStrategy) -> Collection[str]:
         """Return the candidates for which some rank lacks memory, besides gradients and two moments, at the start."""
         params = [local(param) for param in strategy.lightning_module.parameters() if param.requires_grad]
-        free = _free_bytes(strategy.root_device) - 3 * sum(param.nbytes for param in params)
+        free = _free_bytes(strategy.root_device, trains=False) - 3 * sum(param.nbytes for param in params)
         lacks = [nbytes > max(free, 0.0) for nbytes in self._bytes(strategy).values()]
         comm = ProcessGroupComm(strategy._group).of_all()
         found = comm.all_reduce(torch.tensor(lacks, dtype=torch.float32, device=strategy.root_device), "max")
@@ -816,13 +817,12 @@ class _Choice:
         return {f"{self._name}/{name}": value for name, value in found.items()}
 
 
-def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes of a GPU's memory; inf for the CPU."""
+def _free_bytes(device: torch.device, *, trains: bool = True) -> float:
+    """Return the free bytes of a GPU's memory; inf for the CPU. If it trains, activations need their memory again."""
     if device.type != "cuda":
         return math.inf
-    # Activations need memory again that is free between two steps.
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return float(torch.cuda.mem_get_info(device)[0] + cached)
+    used = torch.cuda.max_memory_allocated(device) if trains else torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used)
 
 
 def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> dict[str, Any]:
@@ -844,8 +844,6 @@ def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Call
     """Add a residual to the next gradient of a parameter. The gradient has a loss scale; the residual has not."""
 
     def add(grad: torch.Tensor) -> torch.Tensor:
-        if not grad.isfinite().all():
-            return grad  # a gradient scaler of the module skips this step
         handle.remove()
         return grad + (residual * get_scale()).to(grad)
 

@@ -27,8 +27,8 @@ class AutoHSDP(AutoStrategy):
     """Trains replicas of a model that FSDP2 shards, and measures how replicas exchange fastest.
 
     Replicas average gradients, or exchange a small part of each optimizer update. Training begins with averages on a
-    fast link between replicas, and with updates on a slow one. It decides within about a hundred steps. It looks again
-    every hundred steps.
+    fast link between replicas, and with updates on a slow one. It decides within about a hundred steps, or two hundred
+    if their times vary. It looks again every hundred steps.
 
     Args:
         replicas: number of replicas; "auto" is the number of nodes. The other ranks shard each replica.

@@ -35,7 +35,7 @@ UNSUPPORTED = {
     "skip_all_reduce_unused_params": BYPASS,
     **dict.fromkeys(
         ("process_group", "device_mesh"),
-        "a strategy trains among all ranks. Leave {option} out; or in plain torch, call attach with a "
+        "a strategy trains on all ranks. Leave {option} out; or in plain torch, call attach with a "
         "DistributedDataParallel of the group, or attach_updates(group=...).",
     ),
 }

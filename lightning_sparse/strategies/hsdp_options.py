@@ -292,8 +292,10 @@ class HSDPOptions(Mixin):  # type: ignore[misc]
         try:
             return super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc, no-any-return]
         except IndexError as error:  # of Lightning's, without a text
+            if Path(path).is_dir():
+                raise
             raise ValueError(
-                f"{str(path)!r} has no state of an optimizer: it had none, as SGD without momentum, or the checkpoint "
+                f"{str(path)!r} has no state of an optimizer: it kept none, as SGD without momentum, or the checkpoint "
                 f"has fewer optimizers. Lightning cannot resume from such a file. Start from its weights alone; and to "
                 f"resume later, save with save_distributed_checkpoint=True."
             ) from error

@@ -339,7 +339,7 @@ def congested(rank: int) -> tuple[int, list[str]]:
 
     def measure(*_: Any) -> tuple[float, float]:
         measured.append(rank)
-        return (1e9 if len(measured) == 1 else 1e3), 1e-6
+        return (1e9 if len(measured) == 1 else 1e4), 1e-6
 
     auto_module.measure_link = measure
     net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
@@ -356,7 +356,7 @@ def test_before_the_first_decision_ranks_look_whether_others_use_the_link_now():
 
 
 def without_room(rank: int) -> tuple[str, list[float]]:
-    auto_module._free_bytes = lambda device: 1e12 if rank else 15 * net.weights.numel()
+    auto_module._free_bytes = lambda device, trains: 1e12 if rank else 15 * net.weights.numel()
     auto_module.measure_link = lambda *_: (1e3, 1e-6)
     net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
     return fit(net, strategy, rank, max_steps=1).names[0], [*strategy._auto.tuner.links.values()]
@@ -635,7 +635,7 @@ class Frozen(Net):
 def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
     """Rank 1 has room for so many bytes per parameter."""
 
-    def free(device: torch.device) -> float:
+    def free(device: torch.device, trains: bool = True) -> float:
         return spared * net.weights.numel() - strategy._auto._bytes(strategy)[strategy.choice] if rank else 1e12
 
     auto_module._free_bytes = free
@@ -954,16 +954,6 @@ def test_layers_that_each_batch_freezes_get_their_residuals_with_the_next_gradie
     for expected in ([3.0, 5.0, 7.0], [4.0, 6.0, 8.0]):
         param.sum().backward()
         assert param.grad is not None
-        assert param.grad.tolist() == expected
-
-
-def test_a_residual_waits_for_a_gradient_without_an_overflow():
-    """A scaler of the module skips a step whose gradient is not finite."""
-    param = nn.Parameter(torch.zeros(3))
-    _add_once(param, torch.tensor([1.0, 2.0, 3.0]), lambda: 1.0)
-    for factor, expected in ((torch.inf, [torch.inf] * 3), (1.0, [2.0, 3.0, 4.0]), (1.0, [1.0, 1.0, 1.0])):
-        param.grad = None
-        (param.sum() * factor).backward()
         assert param.grad.tolist() == expected
 
 

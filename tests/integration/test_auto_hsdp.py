@@ -52,6 +52,25 @@ def watched(strategy: Any, module: Any = None, callbacks: Sequence[Any] = (), **
     return watch
 
 
+class RootSharded(Module):
+    """Its root holds all parameters, which are whole after an evaluation."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = fully_shard(net(), mesh=self.device_mesh["data_parallel"])
+
+
+def evaluated_before_a_decision(rank: int) -> tuple[list[str], bool]:
+    strategy = auto(["dense", "topk"])
+    options = {"val_check_interval": 1, "limit_val_batches": 1, "max_steps": 8}
+    return watched(strategy, RootSharded(), **options).names, "topk" in strategy._auto.options
+
+
+def test_ranks_decide_right_after_an_evaluation():
+    """Before the first decision they measure the link again, for the parameters that each of them trains."""
+    assert lightning_ranks(4, evaluated_before_a_decision) == [(["dense"] * 6 + ["topk"] * 2, True)] * 4
+
+
 def dense_only(rank: int) -> Any:
     said: list[str] = []
     strategy = auto(["dense"])
