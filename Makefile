@@ -11,7 +11,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 .PHONY: test test-all test-exhaustive demo docs reliability gpu matrix clients format clean
 
 # Quick tests often wait for ranks: on two quiet cores `make test` takes 3:50 minutes with four processes, 4:15 with three.
-PROCESSES = 2
+PROCESSES = 3
 PYTEST = $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
 
 # Lint, types, and every promise once. Tests often wait, so mypy runs beside them.

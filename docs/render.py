@@ -510,8 +510,8 @@ def sites() -> str:
         *(
             [label, *(digits(medians[name + end]) for end in ("", ", with broadcast"))]
             for name, label in (
-                ("topk", "topk by default"),
-                ("topk, every 8", "topk by default, every 8"),
+                ("topk", "topk updates"),
+                ("topk, every 8", "topk updates, every 8"),
                 ("sparseloco", "sparseloco"),
             )
         ),

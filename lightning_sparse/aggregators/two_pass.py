@@ -42,7 +42,7 @@ class TwoPass(Aggregator[Compressor]):
     Attributes:
         second: density of the second pass divided by that of the first; only for compressors with a density. The mean
             of P ranks has up to P times the entries of each rank. With eight ranks, 3 is better than 1 at equal bytes,
-            see docs/optimizers.md. The paper uses 1.
+            see docs/research-updates.md. The paper uses 1.
     """
 
     second: float = 1.0
