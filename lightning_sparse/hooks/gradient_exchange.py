@@ -300,5 +300,5 @@ def has_collectives(model: torch.nn.Module) -> bool:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides of the dimensions that have several elements; those of others are arbitrary."""
+    """Return the strides of dimensions with several elements. The stride of a dimension with one is arbitrary."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]

@@ -615,8 +615,8 @@ class _Choice:
         """
         links, names, left_out = self.tuner.links, [*self.options], self.tuner.left_out
         are_torchs = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
-        suited = [name for name in names if are_torchs or not self._sends_gradients(name, optimizers)]
-        suited = [name for name in suited if name not in left_out]
+        fitting = [name for name in names if name not in left_out]
+        suited = [name for name in fitting if are_torchs or not self._sends_gradients(name, optimizers)]
         first = names[0] if links[names[0]] < SHORT else min(suited, key=links.__getitem__)
         loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
         # A strategy that always takes TopK saves no choice.

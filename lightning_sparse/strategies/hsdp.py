@@ -86,7 +86,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
             )
 
     def setup(self, trainer: Any) -> None:
-        # FSDP2 keeps tensors of its first forward pass, and training cannot write to those of inference mode.
+        # FSDP2 keeps tensors of its first forward pass. Training cannot write to tensors made in inference mode.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         super().setup(trainer)
