@@ -501,6 +501,7 @@ def test_charts_and_advise_find_the_names_of_a_logger_with_a_prefix(tmp_path):
         trained.fit(Net(), Loader(rank, 2, 6))
         values = {"topk_ms": 2.0, "chosen_ms": 2.0, "link_mbit": 100.0, "message_ms": 1.0}
         logger.log_metrics({f"auto_ddp/{name}": value for name, value in values.items()}, 60)
+        logger.finalize("success")  # a thread writes the file; `fit` has waited for the first file only
 
     lightning_ranks(2, rank)
     found, tags = events(tmp_path)
