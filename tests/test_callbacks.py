@@ -29,7 +29,7 @@ from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.memory import Residual
 from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
-from tests.support.tiers import one_in, tiers
+from tests.support.tiers import full, one_in, tiers
 
 ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
 
@@ -476,6 +476,7 @@ def test_savings_stay_true_if_a_layer_is_unfrozen(tmp_path):
     assert found.Scalars("communication/times_fewer_than_fp32")[-1].value == pytest.approx(dense / first["sent"])
 
 
+@full
 @pytest.mark.parametrize("name", ["topk", "gtopk", "scalecom"])
 def test_bounds_are_logged_if_all_sent_entries_are_in_the_result_and_ranks_choose_them(name, tmp_path):
     callbacks = [ContractionRatio(), GradientDistribution()]

@@ -228,6 +228,7 @@ def test_a_density_of_an_earlier_file_for_a_method_without_density(capsys):
     assert printed["trainer"]["strategy"]["init_args"]["density"] is None
 
 
+@full
 @pytest.mark.parametrize("name", ["topk_ddp", "AUTO_HSDP", "int4_ddp_spawn_find_unused_parameters_true", "ddp"])
 def test_options_beside_a_strategys_name_are_told_its_class(name, capsys):
     message = error_of(capsys, f"--trainer.strategy={name}", "--trainer.strategy.timeout=9")
@@ -257,6 +258,7 @@ def test_an_unknown_strategy_lists_the_known_ones(capsys):
     assert "_hsdp in place of _ddp" in message
 
 
+@full
 @pytest.mark.parametrize("name", ["SparseDDPStrategy", "AutoDDPStrategy", "SparseHSDPStrategy", "AutoHSDPStrategy"])
 def test_the_name_of_a_class_in_place_of_a_strategys_name(name, capsys):
     message = error_of(capsys, f"--trainer.strategy={name}")
@@ -266,6 +268,7 @@ def test_the_name_of_a_class_in_place_of_a_strategys_name(name, capsys):
     assert printed["trainer"]["strategy"]["class_path"] == f"lightning_sparse.{name}"
 
 
+@full
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -292,6 +295,7 @@ def test_a_part_that_refuses_its_options_is_quoted_alone(text, says, tmp_path, c
 OWN_PARTS = "method: {compressor: {class_path: TopK, init_args: {density: 0.02}}, memory: Residual, aggregator: Mean}"
 
 
+@full
 def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
     message = error_of(capsys, "--config", written(tmp_path, STRATEGY % OWN_PARTS))
     assert message.startswith("density: 0.01 is set together with custom parts of a method")

@@ -11,7 +11,7 @@ from benchmarks import comparison
 from benchmarks.comparison import TASKS, Run, Task, contestants, finals, made, missing_runs, train
 from benchmarks.harness.training import Data
 from lightning_sparse import METHODS
-from tests.support.tiers import one_in, tiers
+from tests.support.tiers import full, one_in, tiers
 
 
 def ended(*runs):
@@ -57,6 +57,7 @@ def test_contestants_exchange_what_the_strategy_would_or_what_their_name_says():
     assert set(METHODS) < set(contestants("digits_sgd"))
 
 
+@full
 @one_in(3)
 @pytest.mark.parametrize("name", tiers(contestants("gpt_sgd"), ["topk", "signsgd", "sparseloco"]))
 def test_every_contestant_learns(name, monkeypatch):

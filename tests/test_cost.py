@@ -289,6 +289,7 @@ def table(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@full
 def test_advise_prints_all_methods_and_says_when_dense_wins(capsys, monkeypatch):
     slow = table(capsys, "--bandwidth", "1Mbit", "--backward", "0.01")
     names = re.findall(r"^(\w[\w, -]*?)  +\d", slow, re.MULTILINE)
@@ -349,6 +350,7 @@ def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
     assert "next_step" not in table(capsys, "--bandwidth", "1Gbit", "--backward", "1", "--workers", "4")
 
 
+@full
 def test_advise_does_not_say_that_a_density_by_hand_trained_as_well(capsys, monkeypatch):
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "int4")})
     slow = "--bandwidth", "1Mbit", "--backward", "0.1", "--workers", "4"
@@ -383,6 +385,7 @@ def test_advise_says_that_it_takes_its_time_before_it_does(capsys, monkeypatch):
     assert captured.out == ""  # which may go to a file
 
 
+@full
 def test_advise_recommends_nothing_that_was_not_seen_to_train_as_dense(capsys, monkeypatch):
     names = ("powersgd", "scalecom", "doublesqueeze", "int4", "randk", "diloco")
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in names})

@@ -19,7 +19,7 @@ from lightning_sparse.contrib.robust import (
 )
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import NoMemory
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 CASES = [(n, b) for n in range(1, 12, 2) for b in range((n + 1) // 2)]
 
@@ -182,6 +182,7 @@ def trained(allocation, share=0.0, attack="negate"):
     return results[0]
 
 
+@full
 @pytest.mark.parametrize(("n", "b", "share"), tiers([(5, 1, 0.2), (5, 2, 0.4), (7, 2, 0.29)], [(5, 1, 0.2)]))
 def test_training_goes_bit_for_bit_as_if_nobody_attacked(n, b, share):
     one_part_each = torch.eye(n, dtype=torch.bool)

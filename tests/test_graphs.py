@@ -195,6 +195,7 @@ class Broken(Echo):
         return rows
 
 
+@full
 @needs_triton
 @pytest.mark.parametrize("fault", ["not finite", *in_full("corrupt")])
 def test_a_replay_notices_what_launches_notice(fault):
@@ -218,6 +219,7 @@ def test_a_replay_notices_what_launches_notice(fault):
             reducer.raise_deferred()
 
 
+@full
 @needs_triton
 def test_a_failed_capture_changes_nothing(caplog, monkeypatch):
     (plain, residual, _), broken = train("topk", 3, captures=False), {"left": 1}
@@ -443,6 +445,7 @@ def test_steps_that_log_stay_within_backward():
         assert not updates.captures_are_due
 
 
+@full
 @needs_triton
 def test_messages_that_are_large_beside_the_residual_are_not_kept():
     """Their copies and entries would stay on the device for all segments."""

@@ -14,6 +14,7 @@ from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.table import load_texts
 from benchmarks.harness.workloads import build
 from tests.processes import run_ranks
+from tests.support.tiers import full
 
 
 def text_of(figure):
@@ -22,6 +23,7 @@ def text_of(figure):
     return texts
 
 
+@full
 def test_a_figure_gives_the_density_of_its_rows_and_refuses_several(tmp_path):
     assert "density 0.01," in text_of(network.draw_trainings(results.RESULTS))
     assert "density 0.001," in text_of(network.draw_steps(results.RESULTS))

@@ -9,7 +9,7 @@ from benchmarks.harness import results
 from benchmarks.harness.training import Data
 from benchmarks.language import LENGTH
 from benchmarks.optimizers import BEST, OTHERS, RATES, TRIED, Run, sparse_runs, summary, train
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 
 def test_all_that_was_to_be_tried_is_committed_at_the_rates_that_are_best_for_dense_training():
@@ -40,6 +40,7 @@ def test_losses_are_those_that_dense_training_has_after_so_many_steps():
     assert pd.isna(found.dense_steps["gradients", 0.1])
 
 
+@full
 @pytest.mark.parametrize("name", tiers(RATES, ["Lion"]))
 def test_every_optimizer_trains_and_keeps_weights_equal(name, monkeypatch):
     monkeypatch.setattr(optimizers, "BATCH_SIZE", 1)

@@ -59,6 +59,7 @@ def tiny(name, out):
     return [name, *TINY[name].split(), "--out", str(out)]
 
 
+@full
 @pytest.mark.parametrize("name", tiers(FINDINGS, ["layer-wise"]))
 def test_every_finding_runs_draws_and_says_whether_it_held(name, tmp_path, capsys):
     command.main(tiny(name, tmp_path))

@@ -12,7 +12,7 @@ from lightning_sparse.contrib.scaled_sign import ScaledSign
 from lightning_sparse.layout import Segment
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support import inputs
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 from tests.support.updates import decoded
 
 
@@ -105,6 +105,7 @@ def train(name: str, size: int, steps: int = 300) -> tuple[float, float]:
     return simulate(size, rank)[0]
 
 
+@full
 @pytest.mark.parametrize("size", tiers([1, 2, 3], [2]))
 def test_the_published_counter_example(size):
     """Karimireddy et al. 2019: every sign is ±(1, -1), so signSGD never changes x₁ + x₂; error feedback does.

@@ -5,11 +5,12 @@ import torch
 
 from benchmarks import segment
 from benchmarks.harness import rehearsal
-from tests.support.tiers import in_full
+from tests.support.tiers import full, in_full
 
 SHAPES = {"weight": (90, 80), "bias": (80,)}
 
 
+@full
 @pytest.mark.parametrize("name", ["topk", *in_full("topk updates", "gaussiank", "int4")])
 def test_every_contestant_is_checked_and_timed(name):
     with rehearsal.rehearsal():

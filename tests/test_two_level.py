@@ -119,6 +119,7 @@ def test_a_node_is_one_worker(name):
     assert torch.equal(simulate(6, lambda comm: reduced(comm, between, us))[5], expected)
 
 
+@full
 @pytest.mark.parametrize("name", tiers(["qsgd", "terngrad"], ["qsgd"]))
 def test_unbiased_methods_stay_so(name):
     alone, steps = make(name), 200

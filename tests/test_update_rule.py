@@ -20,7 +20,7 @@ from lightning_sparse.momentum import SegmentMoments, moments_of
 from lightning_sparse.state import resized, sources
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from tests.support.tiers import one_in, tiers
+from tests.support.tiers import full, one_in, tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
 LOCAL = [name for name, spec in METHODS.items() if spec.update_rule and spec.update_rule.local_steps > 1]
@@ -168,6 +168,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
         assert last == pytest.approx(-2 * 0.1 / 3, rel=1e-4)
 
 
+@full
 @one_in(2)
 @pytest.mark.parametrize(("noise", "size"), [(0.0, 4), (1.0, 4), (10.0, 4), (10.0, 2)])
 def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):

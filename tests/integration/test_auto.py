@@ -74,6 +74,7 @@ def stock_only(rank: int) -> list[Any]:
     return found
 
 
+@full
 def test_dense_all_reduce_is_that_of_ddp_and_of_its_hook():
     numel = Net().weights.numel()
     assert lightning_ranks(2, stock_only) == [[True, 4 * numel, True, True, 4 * numel, True, True, 2 * numel, True]] * 2
@@ -224,6 +225,7 @@ def differing(rank: int, kind: str) -> tuple[list[Any], list[Any]]:
     return before, state()
 
 
+@full
 @pytest.mark.parametrize("kind", ["numbers", "codes", "bf16", "others"])
 def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
     """The mean of quantized moments would be wrong. So all ranks take the moments of rank 0, with their scales."""
@@ -252,6 +254,7 @@ def resumed(rank: int, folder: Any, name: str) -> Any:
     return saved, [*dict.fromkeys(rest.names)], torch.equal(whole.weights[-1], rest.weights[-1]), left, said
 
 
+@full
 @pytest.mark.parametrize("name", ["topk", "ddp"])
 def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
     for rank, (saved, names, equal, left, said) in enumerate(lightning_ranks(2, resumed, tmp_path, name)):
@@ -279,6 +282,7 @@ def divided(rank: int, latencies: Sequence[float], plan: Sequence[str]) -> tuple
     return segments, watch.weights[-1]
 
 
+@full
 @pytest.mark.parametrize("plan", [["topk"], ["topk, next step", "topk"]])
 def test_over_a_long_round_trip_updates_are_exchanged_in_one_segment(plan):
     (few, weights), (same, theirs) = lightning_ranks(2, divided, (0.05, 1e-4), plan)
@@ -429,6 +433,7 @@ def resumed_by_others(rank: int, folder: Any) -> Any:
     return found, [{*each.names} for each in others], stock.weights[-1], said
 
 
+@full
 def test_checkpoints_of_other_strategies_and_ours_in_theirs(tmp_path):
     (found, names, weights, said), (other, _, theirs, _) = lightning_ranks(2, resumed_by_others, tmp_path, timeout=60)
     assert found == other == [True] * 3
@@ -445,6 +450,7 @@ def lost(rank: int, folder: Any) -> list[str]:
     return messages.texts
 
 
+@full
 def test_residuals_without_a_candidate_that_takes_them_are_warned_of(tmp_path):
     (warning,), others = lightning_ranks(2, lost, tmp_path)
     assert others == []
@@ -646,6 +652,7 @@ def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
     return [*strategy._auto.tuner.times], said
 
 
+@full
 @pytest.mark.parametrize(
     ("spared", "without"),
     [
@@ -712,6 +719,7 @@ class Overflowing(Raw):
         self.scaler.update()
 
 
+@full
 def test_a_rank_that_skips_a_step_decides_with_the_others():
     (names, weights, _), (same, theirs, _) = lightning_ranks(2, raw, Overflowing)
     assert names == same
@@ -738,6 +746,7 @@ def skipping(rank: int) -> tuple[list[str], Tensor]:
     return watch.names, watch.weights[-1]
 
 
+@full
 def test_ranks_that_differ_in_steps_and_rates_still_decide_alike():
     (names, weights), (same, theirs) = lightning_ranks(2, skipping)
     assert names == same
@@ -772,6 +781,7 @@ def evaluating(rank: int, kind: Any, rate: float) -> tuple[list[str], list[str]]
     return [*strategy._auto.tuner.times], said
 
 
+@full
 @pytest.mark.parametrize(("kind", "rate"), [(Twice, 1e9), (TwiceSGD, 1e4)])
 def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several(kind, rate):
     (tried, said), (others, _) = lightning_ranks(2, evaluating, kind, rate)
@@ -780,6 +790,7 @@ def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several(kin
     assert "no int8 or int4, because a step evaluates its closure several times" in "".join(said), said
 
 
+@full
 @pytest.mark.parametrize("net", [Raw, OnlySecond])
 def test_steps_of_any_optimizer_are_counted(net):
     (names, weights, sent), (same, theirs, _) = lightning_ranks(2, raw, net)
@@ -877,6 +888,7 @@ def changed(rank: int, kind: str, plan: list[str], net: Any, change: Any, **opti
 PLANS = [["ddp", "ddp"], ["int4", "ddp"], ["ddp", "topk"], ["topk", "ddp, bf16"]]
 
 
+@full
 @pytest.mark.parametrize("plan", tiers(PLANS, PLANS[1:2]))
 def test_layers_that_a_callback_unfreezes_are_trained_alike(plan):
     """Stock ddp would average only the layers that were trained when it wrapped the model."""
@@ -886,6 +898,7 @@ def test_layers_that_a_callback_unfreezes_are_trained_alike(plan):
     assert not torch.equal(embedding, Frozen().embedding.weight)
 
 
+@full
 def test_layers_that_a_callback_freezes_stay_as_they_are():
     train = partial(changed, find_unused_parameters=True)
     results = lightning_ranks(2, train, "SGD", ["int4", "ddp"], Net, freeze)
@@ -932,6 +945,7 @@ def alternating(rank: int, kind: str, plan: list[str], **options: Any) -> Any:
     return watch.names, net.weights, Alternating(torch.optim.SGD, 0.0).discriminator[1].weight, net
 
 
+@full
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("SGD", ["int4", "ddp"]), ("SGD", ["ddp", "int4"]), ("Adam", ["topk", "ddp, bf16"])],
@@ -979,6 +993,7 @@ def test_a_layer_that_one_rank_alone_unfreezes_is_named():
     assert "'embedding.weight' was unfrozen on rank 1, and then: " in text
 
 
+@full
 @pytest.mark.parametrize(
     ("kind", "plan"),
     tiers([("AdamW", ["topk", "topk, next step", "ddp"]), ("SGD", ["int4", "ddp"])], [("SGD", ["int4", "ddp"])]),
@@ -1007,6 +1022,7 @@ def sparse(rank: int) -> Any:
     return [watch.weights[-1] for watch in watches]
 
 
+@full
 def test_an_embedding_with_sparse_gradients_is_trained_with_and_without_compression():
     (switched, measured, stock), others = lightning_ranks(2, sparse)
     assert torch.equal(switched, others[0])
@@ -1036,6 +1052,7 @@ def finds_a_rate(rank: int, folder: Path) -> Any:
     return [*dict.fromkeys(watch.names)], len(finder.optimal_lr.results["lr"]), watch.weights[-1]
 
 
+@full
 def test_a_learning_rate_finder_trains_with_the_first_candidate(tmp_path):
     (names, rates, first), (_, _, second) = lightning_ranks(2, finds_a_rate, tmp_path)
     assert names == ["topk, next step", "ddp", "topk"]
@@ -1063,6 +1080,7 @@ def evaluated(rank: int, folder: Path) -> Any:
     return settled, Path(f"{path}.residuals").exists()
 
 
+@full
 def test_an_evaluated_checkpoint_is_forgotten_and_stock_training_saves_no_residuals(tmp_path):
     assert lightning_ranks(2, evaluated, tmp_path) == [([True, False], False)] * 2
 

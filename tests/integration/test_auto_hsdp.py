@@ -66,6 +66,7 @@ def evaluated_before_a_decision(rank: int) -> tuple[list[str], bool]:
     return watched(strategy, RootSharded(), **options).names, "topk" in strategy._auto.options
 
 
+@full
 def test_ranks_decide_right_after_an_evaluation():
     """Before the first decision they measure the link again, for the parameters that each of them trains."""
     assert lightning_ranks(4, evaluated_before_a_decision) == [(["dense"] * 6 + ["topk"] * 2, True)] * 4
@@ -102,6 +103,7 @@ def switched(rank: int, plan: list[str]) -> Any:
     return watch.names, watch.sent, watch.weights[5::6]
 
 
+@full
 @pytest.mark.parametrize(
     "plan",
     [

@@ -20,7 +20,7 @@ from tests.integration.checkpoints import (
     with_warnings,
 )
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 
 def sidecar(directory, step, rank):
@@ -182,6 +182,7 @@ class Other(Net):
         checkpoint["optimizer_states"] = []
 
 
+@full
 @pytest.mark.reliability(
     "residuals of another model", checked="error on all ranks, nothing is loaded", methods=["topk"]
 )

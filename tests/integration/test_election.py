@@ -11,6 +11,7 @@ from lightning_sparse.contrib.robust import Attacked, PartSampler, deterministic
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import NoMemory
 from tests.integration.trainers import Net, lightning_ranks, trainer
+from tests.support.tiers import full
 
 WORKERS, PART_SIZE = 3, 4
 
@@ -49,6 +50,7 @@ def fit(allocation: Tensor, share: float) -> tuple[Tensor, list[list[int]], floa
     return net.weights, net.seen, run.strategy.reducer.step
 
 
+@full
 def test_one_of_three_ranks_attacks():
     def both(rank: int) -> list[tuple[Tensor, list[list[int]], float]]:
         one_each = torch.eye(WORKERS, dtype=torch.bool)

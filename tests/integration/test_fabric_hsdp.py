@@ -138,6 +138,7 @@ def test_weights_are_bit_equal_to_the_trainers(strategy, precision, loop):
         assert replicas == 2
 
 
+@full
 @pytest.mark.parametrize("method", ["dense", "topk"])
 def test_a_save_before_the_first_step_changes_no_replica(method, tmp_path):
     """Torch makes the missing state of an optimizer that it saves, with one step counted."""
@@ -392,6 +393,7 @@ def test_an_optimizer_made_after_a_forward_pass_without_backward_is_an_error_tha
         assert seconds < SOON
 
 
+@full
 @pytest.mark.parametrize("method", [SPARSE, *in_full({"method": "dense"})], ids=str)
 def test_a_model_whose_root_has_all_parameters_is_set_up_saved_and_loaded_after_an_evaluation(method, tmp_path):
     """An evaluation leaves whole parameters in the root module."""
@@ -488,6 +490,7 @@ def resumable(
     }
 
 
+@full
 @pytest.mark.parametrize(
     ("options", "replicas"),
     tiers(
@@ -693,6 +696,7 @@ def test_other_saves_and_loads(tmp_path):
     assert (tmp_path / "file.ckpt").read_text() == "an earlier file"
 
 
+@full
 def test_a_load_before_the_optimizer_is_set_up(tmp_path):
     """Torch makes an optimizer's state by a step when it loads one."""
 

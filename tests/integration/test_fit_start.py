@@ -13,6 +13,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategies.fit_checks import check_placement
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, strategy, trainer
+from tests.support.tiers import full
 
 
 class Twice(torch.optim.SGD):
@@ -81,6 +82,7 @@ def test_updates_may_come_of_several_evaluations(kind):
     assert steps == 8
 
 
+@full
 def test_dense_gradients_are_exchanged_as_often_as_an_optimizer_likes():
     def rank(rank: int) -> bool:
         weights = []
@@ -180,6 +182,7 @@ def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too()
     assert not torch.equal(first[1], Again().weights)
 
 
+@full
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
     """Stock ddp and an exchange of updates keep no part of a gradient in a residual."""
 
@@ -258,6 +261,7 @@ def test_optimizers_cannot_be_set_up_anew_within_fit(exchange):
         assert "setup_optimizers of SparseDDPStrategy was called within fit" in text
 
 
+@full
 @pytest.mark.parametrize(("nodes", "wrong"), [([0, 1, 0, 1], "0 to 1"), ([0, 0, 1, 2], "2 to 3"), ([0, 0, 1, 1], None)])
 def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
     """SLURM's --distribution=cyclic separates the ranks of a node."""

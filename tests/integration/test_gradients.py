@@ -304,6 +304,7 @@ def simulated(
     return simulate(len(loaders), rank)
 
 
+@full
 @pytest.mark.parametrize("name", tiers(REPRESENTATIVES, ["topk"]))
 def test_equal_to_a_simulation(name):
     trainings = [
@@ -645,6 +646,7 @@ class Plateau(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "metric"}}
 
 
+@full
 @pytest.mark.parametrize(
     "options", [*in_full({}, {"exchange": "update"}), {"exchange": "update", "overlap": "next_step"}]
 )

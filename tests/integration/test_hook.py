@@ -538,6 +538,7 @@ def warns(loop: str, views: bool) -> str:
     return "".join(CHANGED if text.startswith(CHANGED) else text for text in messages.texts)
 
 
+@full
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
     cases = list(itertools.product(LOOPS, (False, True)))
     (found,) = run_ranks(1, lambda _: {case: warns(LOOPS[case[0]][0], case[1]) for case in cases})

@@ -127,6 +127,7 @@ def saved_and_resumed(rank: int, folder: str, replicas: list[int]) -> Any:
     return found, files, save.residual
 
 
+@full
 @pytest.mark.parametrize("another", [1, *in_full(4)])
 def test_a_resumed_run_is_the_whole_run_bit_for_bit_and_goes_on_with_another_number_of_replicas(another, tmp_path):
     for found, files, residual in lightning_ranks(4, saved_and_resumed, str(tmp_path), [2, another]):
@@ -320,6 +321,7 @@ def to_and_from_stock(rank: int, folder: str) -> Any:
     return same, float(moments[0].abs().sum()), unchanged[1]
 
 
+@full
 def test_stock_loads_our_checkpoints_and_we_load_stocks_and_torch_exports_ours(tmp_path):
     results = lightning_ranks(4, to_and_from_stock, str(tmp_path))
     for equal, moments, _ in results:
@@ -378,6 +380,7 @@ def with_validation_and_test(rank: int) -> Any:
     return module.seen, after_fit, loss, tested, run.strategy.device_mesh.shape
 
 
+@full
 def test_by_the_string_fit_validate_and_test():
     results = lightning_ranks(4, with_validation_and_test)
     seen = [index for each, *_ in results for index in each]
@@ -433,6 +436,7 @@ def evaluated_first(rank: int, replicas: int, call: str) -> tuple[str, bool]:
     return error, run.global_step
 
 
+@full
 @pytest.mark.parametrize(
     ("replicas", "call"), [(2, "validate"), *in_full((4, "validate"), (2, "test"), (2, "predict"))]
 )

@@ -12,6 +12,7 @@ from lightning_sparse import attach, attach_updates, exchange_pending, load_repl
 from tests.integration.failing import caught
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
+from tests.support.tiers import full
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -248,6 +249,7 @@ def compiled(rank: int) -> int:
     return reducer.step
 
 
+@full
 def test_wrappers_of_optimizers_and_of_models_are_taken(tmp_path):
     run_ranks(2, wrapped, tmp_path)
     assert run_ranks(2, compiled) == [1, 1]

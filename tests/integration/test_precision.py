@@ -27,7 +27,7 @@ from tests.integration.trainers import (
     trainer,
 )
 from tests.support.representatives import OTHERS, REPRESENTATIVES
-from tests.support.tiers import tiers
+from tests.support.tiers import full, tiers
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 SCALE = {"init_scale": 2.0**10, "growth_interval": 10**6}  # one that stays
@@ -255,6 +255,7 @@ def test_an_optimizer_without_hooks_leaves_out_a_step_too():
     assert lightning_ranks(2, rank) == [True, True]
 
 
+@full
 @pytest.mark.reliability("NaN in a gradient", checked="one error on all ranks, naming parameter, rank and step")
 @pytest.mark.parametrize("name", tiers(["dense", "topk", "gtopk", "scalecom", "qsgd"], ["topk"]))
 def test_without_a_scaler_it_is_an_error_on_all_ranks(name):

@@ -210,6 +210,7 @@ def mixed(rank: int, path: Path) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@full
 def test_replicas_keep_their_own_moments_which_stock_checkpoints_mix(tmp_path):
     results = run_ranks(4, mixed, tmp_path / "last.ckpt")
     assert [ours for _, ours in results] == [0] * 4
@@ -262,6 +263,7 @@ def unusual(rank: int, path: Path) -> list[Any]:
     return [*found, attempt(lambda: save_replica(str(path), model, optimizer))]
 
 
+@full
 def test_options_and_states_of_unusual_types_and_what_an_optimizer_keeps_beside_them(tmp_path):
     for rank, (*found, error) in enumerate(run_ranks(4, unusual, tmp_path / "last.ckpt")):
         assert found == [float, 0.1, Kind.FAST, {"count": rank}, True]
@@ -317,6 +319,7 @@ def from_damaged(rank: int, path: Path, shards: int) -> list[str]:
     return found
 
 
+@full
 @pytest.mark.parametrize("shards", [2, pytest.param(1, marks=full)])
 def test_damaged_files_are_one_error_on_all_ranks(shards, tmp_path):
     path = tmp_path / "last.ckpt"
@@ -355,6 +358,7 @@ def of_others(rank: int, path: Path) -> list[str]:
     return found
 
 
+@full
 def test_a_save_of_another_model_or_kind_of_optimizer_and_a_load_in_the_middle(tmp_path):
     for early, kind, *shapes in run_ranks(4, of_others, tmp_path / "last.ckpt"):
         assert "ValueError: Rank 0: load_replica while updates wait for their exchange" in early

@@ -184,6 +184,7 @@ def killed(part, rank):
         LocalFileOpener.commit = die
 
 
+@full
 @pytest.mark.reliability(
     "disk full, or kill -9, while sidecar files or a checkpoint are written, on one rank",
     checked="the error on all ranks; last.ckpt and its sidecar files as they were: bit-identical resume",
@@ -342,6 +343,7 @@ def test_a_checkpoint_on_an_exception_between_steps(saved, tmp_path):
     assert lightning_ranks(2, rank) == [("of the user", [], True)] * 2
 
 
+@full
 @pytest.mark.parametrize(
     ("exchange", "optimizer", "expected"),
     [("gradient", torch.optim.SGD, 2), ("update", torch.optim.SGD, 0), ("gradient", Unhooked, 0)],
@@ -484,6 +486,7 @@ def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
+@full
 @pytest.mark.reliability(
     "nodes without a shared disk",
     checked="each keeps the sidecar files of existing checkpoints, and no others; bit-identical resume",

@@ -87,6 +87,7 @@ def differences(rank: int, optimizer: str) -> dict[str, float]:
     }
 
 
+@full
 @pytest.mark.parametrize("optimizer", tiers(Optimizers, ["adamw"]))
 def test_dense_updates_of_shards_are_those_of_whole_models(optimizer):
     """Only the order of sums differs. A weight below 1 gets 6e-8 of rounding error per operation.
@@ -239,6 +240,7 @@ def differences_with_options(rank: int, options: list[str]) -> dict[str, Any]:
     return found
 
 
+@full
 @pytest.mark.parametrize(
     "options", [[*OPTIONS][1:2], pytest.param([*OPTIONS][2:], marks=full)], ids=["quick", "others"]
 )
@@ -322,6 +324,7 @@ def in_tensor_parallel(rank: int, with_fsdp: bool) -> list[Any]:
     return results
 
 
+@full
 @pytest.mark.parametrize("with_fsdp", tiers([True, False], [False]))
 def test_tensor_parallel_ranks_keep_equal_copies(with_fsdp):
     for (equal, error), (equal_if_sparse, _) in run_ranks(4, in_tensor_parallel, with_fsdp):
@@ -397,6 +400,7 @@ def after_validation(rank: int) -> list[bool]:
     return [bool((before != after).any()), bool(torch.allclose(after, replica(torch.ones(1, 8)), atol=1e-6))]
 
 
+@full
 def test_a_forward_pass_after_an_exchange_uses_its_weights():
     assert run_ranks(4, after_validation) == [[True, True]] * 4
 
@@ -425,6 +429,7 @@ def unfrozen(rank: int, way: str) -> tuple[str, str]:
     return before, attempt(step)
 
 
+@full
 @pytest.mark.parametrize("way", tiers(["in the optimizer", "added", "averages"], ["added", "averages"]))
 def test_a_layer_that_is_not_sharded_cannot_be_unfrozen(way):
     text = "'0.weight' is in no module of" if way == "averages" else "'0.weight' is not sharded, but other parameters"
@@ -644,6 +649,7 @@ def after_averages(rank: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@full
 def test_an_attached_model_averages_gradients_between_replicas_no_more():
     for plain, after in run_ranks(4, after_averages):
         assert difference(plain, after) == 0
@@ -789,6 +795,7 @@ def case(event: str) -> Any:
     return pytest.param(event, marks=[mark, *([] if event == "nan" else [full])])
 
 
+@full
 @pytest.mark.parametrize("event", [case(event) for event in CAUSES])
 def test_a_failure_in_one_group_ends_all_ranks_with_the_cause(event, tmp_path):
     run_ranks(4, failing, event, tmp_path)

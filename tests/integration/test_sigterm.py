@@ -63,6 +63,7 @@ def all_told(rank, size, name, folder, options):
     return ended, went_on, fit(rank, size, name, folder / "whole", **options)
 
 
+@full
 @pytest.mark.reliability(
     "SIGTERM for all ranks, each at a different place",
     checked="all end after the same batch; its checkpoint resumes bit for bit",
@@ -94,6 +95,7 @@ def told_in_local_steps(rank, size, folder):
     return ended, fit(rank, size, "topk", folder, resume=True, exchange="update", local_steps=4)
 
 
+@full
 def test_between_two_exchanges_a_checkpoint_has_the_updates_of_all_ranks(tmp_path):
     ended, went_on = zip(*lightning_ranks(2, told_in_local_steps, 2, tmp_path), strict=True)
     assert {error for error, *_ in ended} == {"SIGTERMException"}
@@ -150,6 +152,7 @@ def group_told(rank, size, folder):
     return steps, init.func.__name__, again.train_dataloader.worker_init_fn.func.__name__
 
 
+@full
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_workers_of_a_data_loader_get_the_signal_too_and_load_the_last_batch(tmp_path):
     ranks = lightning_ranks(2, group_told, 2, tmp_path)
@@ -183,6 +186,7 @@ def requeued(rank, size, folder, told):
     return ends, model.weights
 
 
+@full
 @pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=full)])
 def test_slurms_signal_saves_a_checkpoint_of_one_batch_and_requeues_the_job_once(told, tmp_path):
     scontrol = tmp_path / "scontrol"
@@ -226,6 +230,7 @@ def told_in_validation(rank, size, folder):
     return fit(rank, size, "topk", folder, ("on_validation_batch_end", 10 + 3 * rank), net=Validated)
 
 
+@full
 def test_told_in_validation_they_end_there(tmp_path):
     ranks = lightning_ranks(2, told_in_validation, 2, tmp_path)
     assert {rank[0] for rank in ranks} == {"SIGTERMException"}

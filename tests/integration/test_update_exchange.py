@@ -492,6 +492,7 @@ def test_a_strategy_of_the_user_may_look_at_all_gradients():
     assert "after backward: EditsGradients.post_backward is a function of yours" in lightning_ranks(2, run)[0]
 
 
+@full
 def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradients():
     cases: list[tuple[Any, dict[str, Any], dict[str, Any], str | None]] = [
         (AdamNet, {}, {}, None),
@@ -580,6 +581,7 @@ class Clips(pl.plugins.Precision):
         return super().post_backward(tensor, module)
 
 
+@full
 @pytest.mark.parametrize("how", ["value", "callback", "closure", *in_full("hook", "plugin")])
 def test_what_looks_at_gradients_is_seen_whenever_it_comes(how):
     def run(rank: int) -> Any:
@@ -765,6 +767,7 @@ def test_ranks_that_meet_with_other_numbers_of_batches_do_not_wait(place, exchan
         assert second[2] < first[2]
 
 
+@full
 @pytest.mark.parametrize("exchange", [*in_full("gradient"), "update"])
 def test_ranks_that_meet_with_equal_numbers_of_batches_go_on(exchange, tmp_path):
     def run(rank: int) -> Tensor:
@@ -1058,6 +1061,7 @@ class Edited(AtStart):
         self.optimizer = copy.deepcopy(trainer.optimizers[0].state_dict())
 
 
+@full
 @pytest.mark.parametrize(
     ("where", "edit"),
     tiers(itertools.product(["loaded", "saved", "file"], EDITS), [("loaded", halve_rate)]),
@@ -1185,6 +1189,7 @@ class Signs(torch.optim.Optimizer):
         return loss
 
 
+@full
 @one_in(3)
 @of_both
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, Signs, OwnFormat])
@@ -1209,6 +1214,7 @@ class OneRankNeedsMore(Net):
         return optimizer
 
 
+@full
 @pytest.mark.parametrize("exchange", ["update", *in_full("gradient")])
 def test_an_optimizer_of_another_kind_does_not_resume(tmp_path, exchange):
     momentum = partial(Net, SGD, momentum=0.9)
@@ -1371,6 +1377,7 @@ def normalized(rank: int, where: str) -> tuple[Tensor, Tensor, list[Tensor]]:
     )
 
 
+@full
 def test_what_a_module_does_to_weights_itself_is_no_update():
     before, within = run_ranks(2, normalized, "before"), run_ranks(2, normalized, "within")
     for (weights, (largest, _), clamped), (others, _, _) in zip(before, within, strict=True):
@@ -1474,6 +1481,7 @@ class OwnScaler(Net):
         self.scaler.update()
 
 
+@full
 @pytest.mark.parametrize("local_steps", [1, *in_full(4)])
 def test_a_scaler_of_the_modules_own_may_leave_a_step_out_on_one_rank(local_steps):
     """The result is the same as if that rank's optimizer had had no gradient."""
@@ -1560,6 +1568,7 @@ def test_ranks_that_would_exchange_different_things_are_told_so(differ, said):
         assert seconds < SOON
 
 
+@full
 @pytest.mark.parametrize("overlap", [*in_full("backward"), "next_step"])
 def test_callbacks_show_updates(tmp_path, overlap):
     def run(rank: int, watch: bool = True) -> Tensor:
@@ -1755,6 +1764,7 @@ class Slow(torch.optim.AdamW):
         return loss
 
 
+@full
 @pytest.mark.parametrize(
     ("optimizer", "method", "refused"),
     [
@@ -1933,6 +1943,7 @@ def test_an_optimizer_whose_step_gathers_parameters_is_detected():
     assert plain[1] == []
 
 
+@full
 @pytest.mark.parametrize("overlap", ["backward", "next_step"])
 def test_ranks_with_the_same_batches_are_warned_of(overlap):
     """Updates of AdamW are rescaled as if ranks had different batches."""
@@ -1969,6 +1980,7 @@ class Tasks(Net):
         return loss + sum(0 * param.sum() for param in self.heads.parameters()) if self.touches else loss
 
 
+@full
 @pytest.mark.parametrize("overlap", ["backward", "next_step"])
 def test_a_gradient_that_one_rank_lacks_is_warned_of(overlap, monkeypatch):
     monkeypatch.setattr("lightning_sparse.hooks.rates.PERIOD", 3)
@@ -2043,6 +2055,7 @@ class Lion(Unknown):
     """Takes signs, as its name says."""
 
 
+@full
 def test_sparse_gradients_are_warned_of_with_any_optimizer_that_wants_none():
     def run(rank: int) -> list[list[str]]:
         nets = [(Unknown, "auto"), (Unknown, "gradient"), (Lion, "auto"), (Lion, "gradient"), (SGD, "gradient")]
@@ -2125,6 +2138,7 @@ class MuonNet(Net):
         return torch.optim.Muon([param for param in self.parameters() if param.dim() == 2], lr=0.01)
 
 
+@full
 def test_the_first_line_says_what_is_done_to_which_optimizer_and_why():
     cases: list[tuple[Any, dict[str, Any], list[str]]] = [
         (
@@ -2184,6 +2198,7 @@ def test_what_is_sent_where_no_density_is_given():
         assert first["first line"].startswith(sent)
 
 
+@full
 def test_updates_have_a_warm_up_of_their_own_where_nothing_is_said():
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
@@ -2284,6 +2299,7 @@ def test_averages_are_of_weights_that_are_equal_on_all_ranks(average, fails, opt
     assert fails or torch.equal(first, second)
 
 
+@full
 @pytest.mark.parametrize("options", [{"local_steps": 3}, {"overlap": "next_step"}])
 def test_pruned_weights_are_equal_on_all_ranks(options):
     """The masks of the last epoch come from weights that may differ among ranks, and no exchange follows."""
@@ -2351,6 +2367,7 @@ class StaysUnfrozen(Unfreezing):
             self.make_trainable(module.embedding)
 
 
+@full
 def test_resume_after_parameters_were_added(tmp_path):
     def run(rank: int) -> list[Tensor]:
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
@@ -2714,6 +2731,7 @@ def byol(rank: int, strategy: Any, *args: Any) -> tuple[Tensor, float, list[Tens
     return teacher, lag, module.seen, module.weights
 
 
+@full
 @pytest.mark.parametrize(
     ("strategy", "given", "how"),
     tiers(
@@ -2770,6 +2788,7 @@ class ByHand(Net):
             optimizer.step()
 
 
+@full
 @pytest.mark.parametrize("way", tiers(["raw", "closure", "scaler"], ["raw"]))
 @pytest.mark.parametrize(
     ("options", "nan_at"),
@@ -2823,6 +2842,7 @@ class Moving(Net):
             first.add_param_group({"params": [moved]})
 
 
+@full
 def test_a_parameter_that_moves_to_another_optimizer_stays_equal_on_all_ranks():
     def run(rank: int) -> Any:
         net, said = Moving(False), {"method": "topk", "density": 0.2, "granularity": "layer"}
@@ -2872,6 +2892,7 @@ class Backbone(Net):
         self.sizes.append(self.trainer.strategy.reducer.layout.numel)
 
 
+@full
 def test_frozen_parameters_of_an_optimizer_get_no_state_until_they_are_unfrozen(tmp_path):
     def run(rank: int) -> Any:
         net, epochs = Backbone(1), {"max_epochs": 3, "callbacks": [AtStart()]}
