@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from packaging.version import Version
@@ -1154,6 +1155,14 @@ def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
         with pytest.raises((ValueError, RuntimeError), match=f" {len(part) - 1} elements, but|size {len(part) - 1}$"):
             compressor.decode((*before, part[:-1], *after), ctx)
     assert torch.equal(compressor.decode(payload, ctx), update)
+
+
+@needs_native
+def test_the_loops_in_c_read_integers_of_numpy_as_integers(use):
+    use("native")
+    u = torch.randn(10_000)
+    for k in (np.int64(10), np.int32(10), np.uint8(10)):
+        assert torch.equal(topk_indices(u, k), topk_indices(u, 10))
 
 
 @needs_native

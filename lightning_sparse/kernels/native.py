@@ -12,6 +12,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -137,4 +138,4 @@ def _argument(name: str, x: Tensor | float | None) -> ctypes.c_void_p | ctypes.c
                 f"{x.stride()} on {x.device}: convert it with .cpu().contiguous()."
             )
         return ctypes.c_void_p(x.data_ptr())
-    return ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_double(x)
+    return ctypes.c_int64(int(x)) if isinstance(x, Integral) else ctypes.c_double(x)  # NumPy's integers are Integral
