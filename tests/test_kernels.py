@@ -1148,9 +1148,9 @@ def test_what_the_loops_in_c_do_not_take_is_refused(compressor, use):
         compressor.compress(torch.stack([u, u], 1)[:, 0], ctx)
     for place, part in enumerate(payload[:2]):
         before, after = payload[:place], payload[place + 1 :]
-        wrong = torch.float16 if part.dtype == torch.bfloat16 else torch.bfloat16
-        with pytest.raises(TypeError, match=f"{part.dtype if part.is_floating_point() else 'torch.float32'}, but got"):
-            compressor.decode((*before, part.to(wrong), *after), ctx)
+        for wrong in {torch.bfloat16, torch.int64, torch.int16} - {part.dtype}:
+            with pytest.raises(TypeError, match=f"^The payload's [a-z ]+ are {part.dtype}, but got {wrong}: decode"):
+                compressor.decode((*before, part.to(wrong), *after), ctx)
         # A view of rows is torch's own to refuse.
         with pytest.raises((ValueError, RuntimeError), match=f" {len(part) - 1} elements, but|size {len(part) - 1}$"):
             compressor.decode((*before, part[:-1], *after), ctx)
@@ -1163,6 +1163,22 @@ def test_the_loops_in_c_read_integers_of_numpy_as_integers(use):
     u = torch.randn(10_000)
     for k in (np.int64(10), np.int32(10), np.uint8(10)):
         assert torch.equal(topk_indices(u, k), topk_indices(u, 10))
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
+def test_codes_of_another_width_are_not_misread(kernels, use):
+    use(kernels)
+    wide = torch.ones(64, dtype=torch.int64)
+    for decode in (
+        lambda: codes.unpack_codes(wide, 3, 99),
+        lambda: levels.level_values(torch.ones(1), wide, 3, 3, 99, 99),
+        lambda: two_bits.two_bit_values(torch.ones(2), wide[:32], 99),
+    ):
+        with pytest.raises(TypeError, match=r"codes are torch.uint8, but got torch.int64: decode"):
+            decode()
+    sums = torch.tensor([0, 1, 2, 3, 4])
+    decoded = ternary.ternary_values(sums, ((0, 5, 0, 1, 5),), torch.ones(1), 2)
+    assert decoded.tolist() == [-1, -0.5, 0, 0.5, 1]
 
 
 @needs_native

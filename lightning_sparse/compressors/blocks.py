@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length, exact_values, write_exact_
@@ -54,8 +55,8 @@ class Blocks(Compressor):
         scales, codes, exact = payload
         matrices, vectors = _places(ctx.segment)
         blocks = block_count(matrices, self.block)
-        check_part("scales", scales, blocks)
-        check_part("codes", codes, blocks * self._row_bytes)
+        check_part("scales", scales, blocks, torch.bfloat16)
+        check_part("codes", codes, blocks * self._row_bytes, torch.uint8)
         update = dequantize(scales, codes, matrices, self.bits, self.block, ctx.segment.numel)
         write_exact_(update, vectors, exact)
         return update

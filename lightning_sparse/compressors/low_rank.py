@@ -101,8 +101,8 @@ class LowRank(Compressor):
     def decode(self, payload: Payload, ctx: Context) -> Update:
         left, right, exact = payload
         parts = _parts(ctx.segment, self.rank)
-        check_part("left factors", left, parts.left)
-        check_part("right factors", right, parts.right)
+        check_part("left factors", left, parts.left, torch.float32)
+        check_part("right factors", right, parts.right, torch.float32)
         update = torch.empty(ctx.segment.numel, dtype=torch.float32, device=left.device)
         low_rank.write_products_(update, parts.matrices, left, right, self.rank)
         write_exact_(update, parts.exact, exact)

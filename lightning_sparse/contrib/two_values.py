@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor, Payload, Update, check_length
@@ -12,6 +13,7 @@ from lightning_sparse.context import Context
 from lightning_sparse.contrib.kernels.codes import code_bytes
 from lightning_sparse.contrib.kernels.signs import read_signs, write_signs
 from lightning_sparse.contrib.rows import Rows, row_count, rows_of
+from lightning_sparse.kernels.native import check_part
 from lightning_sparse.layout import Segment
 
 
@@ -45,7 +47,9 @@ class TwoValues(Compressor):
 
     def decode(self, payload: Payload, ctx: Context) -> Update:
         scales, packed = payload
-        upper, lower = self.levels(scales.view(self.numbers, row_count(ctx.segment, whole=self.whole)))
+        rows = row_count(ctx.segment, whole=self.whole)
+        check_part("scales", scales, self.numbers * rows, torch.float32)
+        upper, lower = self.levels(scales.view(self.numbers, rows))
         return read_signs(packed, rows_of(ctx.segment, whole=self.whole), upper, lower)
 
     def nbytes(self, segment: Segment, density: float | None) -> int:

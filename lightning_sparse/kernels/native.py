@@ -113,8 +113,15 @@ def run(name: str, *args: Tensor | float | None) -> None:
     getattr(library(), name)(*[_argument(name, x) for x in args])
 
 
-def check_part(name: str, part: Tensor, least: int) -> None:
-    """Raise ValueError if a part of a payload is too short, because kernels would read behind its end."""
+def check_part(name: str, part: Tensor, least: int, dtype: torch.dtype) -> None:
+    """Raise an error if a part of a payload is too short or has another dtype, because kernels would misread it.
+
+    Raises:
+        TypeError: the part has another dtype than `dtype`.
+        ValueError: the part has fewer elements than `least`.
+    """
+    if part.dtype is not dtype:
+        raise TypeError(f"The payload's {name} are {dtype}, but got {part.dtype}: decode what compress returned.")
     if part.numel() < least:
         raise ValueError(
             f"The payload's {name} have {part.numel()} elements, but the segment takes {least}: decode a payload in "

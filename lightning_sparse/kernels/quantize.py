@@ -125,8 +125,6 @@ def _call(
 ):
     if not places:
         return
-    if scales.dtype is not torch.bfloat16:
-        raise TypeError(f"Scales of blocks are torch.bfloat16, but got {scales.dtype}: decode what compress returned.")
     # NumPy, which Triton's interpreter uses, does not support bf16, so kernels take the bits as int16.
     arguments = (x, _table(places, block, x), scales.view(torch.int16), codes, *out)
     if backend_of(x) == "native":

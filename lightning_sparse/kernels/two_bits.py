@@ -81,11 +81,11 @@ def two_bit_values(table: Tensor, packed: Tensor, count: int) -> Tensor:
     """Return the first `count` values of each row, fp32, from the magnitudes and codes of `round_to_two_bits`.
 
     Raises:
-        ValueError: the magnitudes or the codes of a row are too short.
+        TypeError, ValueError: see `check_part`.
     """
     rows, groups = math.prod(packed.shape[:-1]), packed.shape[-1] // (GROUP // 4)
-    native.check_part("codes", packed, rows * -(-count // GROUP) * (GROUP // 4))
-    native.check_part("magnitudes", table, 2 * rows * groups)
+    native.check_part("codes", packed, rows * -(-count // GROUP) * (GROUP // 4), torch.uint8)
+    native.check_part("magnitudes", table, 2 * rows * groups, torch.float32)
     return _values_of(packed, table, count)
 
 

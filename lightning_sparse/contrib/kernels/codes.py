@@ -56,7 +56,7 @@ def _pack_in_c(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the `numel` codes that `pack_codes` packed, 1-D: uint8, or int16 if they have more than 8 bits."""
-    native.check_part("codes", packed, code_bytes(numel, bits))
+    native.check_part("codes", packed, code_bytes(numel, bits), torch.uint8)
     return _unpack(packed.contiguous(), bits, numel)  # a column of gathered messages is not contiguous
 
 

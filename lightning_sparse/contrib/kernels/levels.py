@@ -71,8 +71,8 @@ def _round_in_c(u: Tensor, levels: int, bits: int, bucket: int, key: int) -> tup
 
 def level_values(norms: Tensor, packed: Tensor, levels: int, bits: int, bucket: int, numel: int) -> Tensor:
     """Return the values of `numel` codes, fp32; see `round_to_levels` for the arguments."""
-    native.check_part("norms", norms, -(-numel // bucket))
-    native.check_part("codes", packed, code_bytes(numel, bits))
+    native.check_part("norms", norms, -(-numel // bucket), torch.float32)
+    native.check_part("codes", packed, code_bytes(numel, bits), torch.uint8)
     return _values(norms, packed, levels, bits, bucket, numel)
 
 

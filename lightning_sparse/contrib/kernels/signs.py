@@ -50,7 +50,7 @@ def _write_by_kernels(u: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> tu
 
 def read_signs(packed: Tensor, rows: Rows, upper: Tensor, lower: Tensor) -> Tensor:
     """Return the values that packed signs represent, fp32; see `write_signs` for the arguments."""
-    native.check_part("signs", packed, code_bytes(rows[-1][1] if rows else 0, 1))
+    native.check_part("signs", packed, code_bytes(rows[-1][1] if rows else 0, 1), torch.uint8)
     return _values_of_signs(packed.contiguous(), rows, upper, lower)  # a column of gathered messages is not contiguous
 
 

@@ -61,7 +61,8 @@ def ternary_values(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tens
 def _values_by_kernels(codes: Tensor, rows: Rows, scales: Tensor, size: int) -> Tensor:
     update = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     if rows:
-        native.check_part("scales", scales, rows[-1][3])
+        native.check_part("scales", scales, rows[-1][3], torch.float32)
+        codes = codes if codes.dtype is torch.uint8 else codes.to(torch.int16)
         args = (codes, row_table(rows, codes), scales, update, size, len(codes), len(rows))
         if backend_of(codes) == "native":
             native.run("ternary_values", *args, codes.itemsize)
