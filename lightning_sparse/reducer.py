@@ -289,7 +289,7 @@ class Reducer:
     def compress(self, pending: PendingExchange) -> Update:
         """Compress before `finish`, and return the part of u that this rank sends."""
         exchange = pending.exchange
-        with timed(self.seconds, "select"):
+        with full_precision(pending.u), timed(self.seconds, "select"):
             exchange.precompressed = exchange.compress(pending.u, pending.compressor)
         return exchange.precompressed[1]
 
@@ -298,7 +298,7 @@ class Reducer:
         u, grads, compressor, aggregator, exchange, masked, observers = pending
         ctx, memory = exchange.ctx, self.method.memory
         communicated = self.comm.seconds
-        with timed(self.seconds, "select"):
+        with full_precision(u), timed(self.seconds, "select"):
             update, applied = aggregator(u, compressor, exchange, ctx)
             exchange.finish()
         self.seconds["select"] -= self.comm.seconds - communicated
@@ -418,6 +418,15 @@ def error_message(error: BaseException, comm: Comm, step: int) -> str:
     if isinstance(error, RankFailure):
         return str(error)  # an error of another rank, or of all ranks
     return f"Rank {comm.ranks[comm.rank]} failed at step {step}: {type(error).__name__}: {error}"
+
+
+def full_precision(u: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Turn off the autocast of the caller, which rounds matrix products to 16 bits.
+
+    If autocast is off, do nothing: after the outermost autocast of a thread, torch clears the casts of all threads.
+    """
+    kind = u.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -221,6 +221,29 @@ def with_threads(rank: int) -> Tensor:
     return grads["w"]
 
 
+@pytest.mark.parametrize(("aggregator", "early"), [(PowerSGD(), False), (Mean(), False), (Mean(), True)])
+def test_autocast_of_the_caller_does_not_round_products(aggregator, early, use):
+    """In a LightningModule with manual optimization, an optimizer steps, and ranks exchange, under autocast."""
+    use("torch")  # the loops in C ignore autocast
+
+    def rank(comm: Comm) -> list[Tensor]:
+        results = []
+        for mixed in (False, True):
+            grads = {"w": low_rank(1, 40, 30, seed=comm.rank)}
+            reducer = Reducer(Method(LowRank(2), aggregator=aggregator), comm)
+            reducer.setup(grads)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                pending = reducer.begin(reducer.layout.segments[0], [grads["w"].view(-1)])
+                if early:
+                    reducer.compress(pending)
+                reducer.finish(pending)
+            results.append(grads["w"])
+        return results
+
+    for exact, mixed in simulate(2, rank):
+        assert torch.equal(mixed, exact)
+
+
 def test_ranks_with_other_numbers_of_threads_get_the_same_bits():
     """With LAPACK's QR and this number of rows, nearly all results differed if there was a second thread."""
     assert torch.equal(*run_ranks(2, with_threads))
