@@ -36,6 +36,11 @@ class BuildLibrary(build_ext):
         if not self.inplace:
             self.copy_extensions_to_source()
 
+    def build_extension(self, ext: Extension) -> None:
+        # An earlier build's library would stay if the compilation fails, and be packed.
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        super().build_extension(ext)
+
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 

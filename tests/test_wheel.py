@@ -16,7 +16,7 @@ from lightning_sparse.kernels import native
 from tests.support.tiers import full, tiers
 
 ROOT = Path(__file__).parents[1]
-BUILD = "from setuptools.build_meta import build_wheel; build_wheel('made')"
+BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('made'))"
 LOAD = """
 import logging; logging.basicConfig(level=logging.WARNING)
 from lightning_sparse.kernels import native
@@ -24,22 +24,34 @@ import lightning_sparse
 print(lightning_sparse.__file__, native.library() is not None)
 native.library()
 """
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tags of other systems are others")
 
 
-@full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tags of other systems are others")
-@pytest.mark.parametrize("compiler", tiers([True, False], [False]))
-def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
-    tree = tmp_path / "tree"
+def copy_of_tree(folder: Path) -> Path:
+    """Return a copy of the files from which a wheel is built, without compiled ones."""
+    tree = folder / "tree"
     tree.mkdir()
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "lightning_sparse", tree / "lightning_sparse", ignore=ignored)
-    environment = {**os.environ, "PYTHONPATH": ""} | ({} if compiler else {"CC": "/bin/false"})
-    done = subprocess.run([sys.executable, "-c", BUILD], cwd=tree, env=environment, capture_output=True, text=True)
+    return tree
+
+
+def build(tree: Path, code: str = BUILD, **environment: str) -> str:
+    """Run setuptools in a tree, and return the last line of its output: the name of the wheel."""
+    environment = {**os.environ, "PYTHONPATH": "", **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tree / "made").glob("*.whl")
+    return done.stdout.splitlines()[-1]
+
+
+@full
+@on_linux
+@pytest.mark.parametrize("compiler", tiers([True, False], [False]))
+def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
+    tree = copy_of_tree(tmp_path)
+    wheel = tree / "made" / build(tree, **({} if compiler else {"CC": "/bin/false"}))
     system = sysconfig.get_platform().removeprefix("linux-")
     tag = f"py3-none-manylinux_2_17_{system}" if compiler else "py3-none-any"
     assert wheel.name.endswith(f"-{tag}.whl")
@@ -64,6 +76,20 @@ def test_the_tags_of_a_wheel_are_right_and_its_loops_work(compiler, tmp_path):
     )
     assert done.stdout.split() == [str(tmp_path / "site/lightning_sparse/__init__.py"), str(compiler)]
     assert done.stderr.count("The loops in C were not compiled, so work on the CPU takes") == (not compiler)
+
+
+@full
+@on_linux
+def test_a_library_of_earlier_sources_is_not_packed(tmp_path):
+    """It stays in the build folder, and an installed package has no sources to compare it with."""
+    tree = copy_of_tree(tmp_path)
+    assert build(tree).endswith(f"{sysconfig.get_platform().removeprefix('linux-')}.whl")
+    source = tree / "lightning_sparse" / "kernels" / "cpu" / "select.c"
+    source.write_text(source.read_text() + "\n")
+    wheel = build(tree, CC="/bin/false")
+    assert wheel.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(tree / "made" / wheel) as opened:
+        assert not [name for name in opened.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.parametrize(("rank", "said"), [(None, 1), ("0", 1), ("1", 0)])
