@@ -16,6 +16,8 @@ from setuptools.command.build_ext import build_ext
 FOLDERS = [Path("lightning_sparse", *parts, "kernels", "cpu") for parts in ((), ("contrib",))]
 SOURCES = sorted(path for folder in FOLDERS for path in folder.glob("*.[ch]"))
 LIBRARY = "lightning_sparse.kernels._cpu"
+FLAGS = ["-std=c99", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]
+"""None lets the compiler change results. They follow, and so override, the user's CFLAGS."""
 OLDEST_GLIBC = 17  # 2.17, the oldest that pip of Python 3.10 looks for
 
 
@@ -70,8 +72,8 @@ setup(
             include_dirs=[*map(str, FOLDERS)],
             # kernels/native.py computes the same number.
             define_macros=[("SOURCES", str(zlib.crc32(b"".join(path.read_bytes() for path in SOURCES))))],
-            # None by which the compiler may change results.
-            extra_compile_args=["-std=c99", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+            extra_compile_args=FLAGS,
+            extra_link_args=FLAGS,  # fast maths in CFLAGS would link code that rounds subnormal numbers to 0
             optional=True,
         )
     ],
