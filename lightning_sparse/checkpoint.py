@@ -174,10 +174,16 @@ def _list(checkpoint: str | os.PathLike[str]) -> Iterator[tuple[AbstractFileSyst
         return
     fs, root = located
     fs.invalidate_cache(root)  # the cache lacks files that other ranks have written since
-    with contextlib.suppress(FileNotFoundError):
-        for path in fs.ls(root, detail=False):
-            if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
-                yield fs, path, match
+    try:
+        paths = fs.ls(root, detail=False)
+    except Exception as error:
+        # A web server that lists no folders may refuse to list one that does not exist.
+        if isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 403:
+            return
+        raise
+    for path in paths:
+        if match := _NAME.fullmatch(path.rsplit("/", 1)[-1]):
+            yield fs, path, match
 
 
 def find(checkpoint: str | os.PathLike[str], tag: str, size: int) -> dict[int, tuple[AbstractFileSystem, str]]:
@@ -380,8 +386,11 @@ def remove(checkpoint: str | os.PathLike[str], tag: str) -> None:
 
 
 def prune(checkpoint: str | os.PathLike[str], keep: Collection[str] = ()) -> None:
-    """Remove the sidecar files of a checkpoint whose tags are not in `keep`."""
-    _remove(checkpoint, lambda file: file["tag"] not in keep)
+    """Remove the sidecar files of a checkpoint whose tags are not in `keep`, or warn that some remain."""
+    try:
+        _remove(checkpoint, lambda file: file["tag"] not in keep)
+    except Exception as error:  # a leftover file is no reason to end training
+        log.warning(f"Sidecar files of earlier checkpoints {str(checkpoint)!r} could not be removed: {error}")
 
 
 def _remove(checkpoint: str | os.PathLike[str], unneeded: Callable[[re.Match[str]], bool]) -> None:

@@ -84,7 +84,9 @@ class SegmentStates:
 
     def restart_equal_states(self) -> None:
         """Set all state to zero that is equal on all ranks."""
-        self._restart([name for name, spec in self.specs.items() if spec.resize == "replicate"])
+        equal = [name for name, spec in self.specs.items() if spec.resize == "replicate"]
+        self._restart(equal)
+        self._kept = {name: of_frozen for name, of_frozen in self._kept.items() if name not in equal}
 
     def _restart(self, names: Collection[str]) -> None:
         for state in self.by_segment:

@@ -15,7 +15,8 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 from lightning_sparse import METHODS, Reducer, method, simulate
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.state import resized, sources
+from lightning_sparse.layout import Layout
+from lightning_sparse.state import SegmentStates, resized, sources
 from tests.integration.trainers import same
 
 TAG = "0123456789abcdef"
@@ -351,6 +352,53 @@ def test_pruning_removes_sidecar_files_of_other_tags_only(checkpoint):
     assert tags() == {"a2", "a3", "readme"}
     sidecars.prune(checkpoint)
     assert tags() == {"readme"}
+
+
+def test_files_that_cannot_be_removed_are_a_warning(checkpoint, monkeypatch, caplog):
+    def refused(fs, path):
+        raise PermissionError(f"{path}: sticky folder")
+
+    fs, _ = fsspec.core.url_to_fs(checkpoint)
+    files = written(checkpoint)
+    monkeypatch.setattr(type(fs), "rm_file", refused)
+    sidecars.prune(checkpoint)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"Sidecar files of earlier checkpoints {checkpoint!r} could not be removed: {files[0]}: sticky folder"
+    ]
+
+
+@pytest.mark.parametrize(("status", "expected"), [(403, "no file"), (500, "an error")])
+def test_a_web_server_that_refuses_to_list_a_folder_has_none(status, expected, checkpoint, monkeypatch):
+    class ClientResponseError(Exception):
+        """As aiohttp's."""
+
+        def __init__(self):
+            self.status = status
+
+    def ls(*_, **__):
+        raise ClientResponseError
+
+    fs, _ = fsspec.core.url_to_fs(checkpoint)
+    monkeypatch.setattr(type(fs), "ls", ls)
+    if expected == "no file":
+        assert sidecars.read(checkpoint, info(), 0, 2) == (None, [0])
+    else:
+        with pytest.raises(ClientResponseError):
+            sidecars.read(checkpoint, info(), 0, 2)
+
+
+def test_equal_states_of_frozen_layers_restart_with_the_others():
+    """Otherwise ranks with sidecar files would have another outer momentum than ranks without, once it is unfrozen."""
+    states, layout = SegmentStates(method("diloco"), "update"), Layout.of({"a": (3,)}, "model")
+    states.later = ["b"]
+    states.allocate(layout, torch.device("cpu"))
+    saved = states.state_dict()
+    for per_param in saved["elements"].values():
+        per_param |= {"a": torch.ones(3), "b": torch.ones(2)}
+    states.load({**saved, "rank": 0})
+    states.restart_equal_states()
+    assert saved["resize"] == {"outer_momentum": "replicate"}
+    assert same(states.state_dict()["elements"], {"outer_momentum": {"a": torch.zeros(3)}})
 
 
 def test_a_path_that_only_the_checkpoint_io_knows_has_no_sidecar_files():

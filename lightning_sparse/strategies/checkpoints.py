@@ -14,7 +14,7 @@ from lightning_sparse import checkpoint as sidecars
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.replica_checkpoint import gather
-from lightning_sparse.strategies.saves import Saves, prune, writes_at_once
+from lightning_sparse.strategies.saves import Saves, writes_at_once
 
 if TYPE_CHECKING:
     from lightning_sparse.strategies.base import SparseStrategy
@@ -205,7 +205,7 @@ class Checkpoints:
     def _prune(self, pruned: Mapping[str, set[str]]) -> None:
         """Remove on this node's disk the sidecar files that rank 0 has removed."""
         for path, keep in pruned.items() if self._rank else ():
-            prune(path, keep)
+            sidecars.prune(path, keep)
 
     def end_training(self) -> None:
         """Remove sidecar files on all nodes at the end of training. All ranks call it."""

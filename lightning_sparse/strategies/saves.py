@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import pending_error
@@ -100,7 +104,7 @@ class Saves:
 
     def _prune(self, path: str, keep: set[str]) -> None:
         self._pruned[path] = keep
-        prune(path, keep)
+        sidecars.prune(path, keep)
 
     def sweep(self, remove: Callable[[Any], None]) -> None:
         """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal was deferred."""
@@ -117,20 +121,21 @@ class Saves:
                         continue
                 self._prune(path, {tag for save in saves for tag in save.tags})
             except Exception as error:  # a leftover file is no reason to end training
-                _warn_of_files_left(path, error)
+                log.warning(f"The checkpoint {path!r} could not be removed: {error}")
 
 
-def prune(path: str, keep: set[str]) -> None:
-    """Remove the sidecar files of a checkpoint whose tags are not in `keep`, or warn that some remain."""
-    try:
-        sidecars.prune(path, keep)
-    except Exception as error:  # a leftover file is no reason to end training
-        _warn_of_files_left(path, error)
+def snapshot(state: dict[str, Any], io: Any) -> dict[str, Any]:
+    """Return a state for a CheckpointIO: with copies of its tensors on the CPU, unless the CheckpointIO writes at once.
 
-
-def _warn_of_files_left(path: str, error: Exception) -> None:
-    """Warn that sidecar files of a checkpoint could not be removed."""
-    log.warning(f"Sidecar files of earlier checkpoints {path!r} could not be removed: {error}")
+    Another one may write after the next step, which changes weights and moments. During an exchange of updates, the
+    memory of the weights holds updates.
+    """
+    if writes_at_once(io):
+        return state
+    copied = copy.copy(state)  # it keeps a module's versions, which are an attribute
+    for name, value in state.items():
+        copied[name] = apply_to_collection(value, Tensor, lambda x: x.detach().to("cpu", copy=True))
+    return copied
 
 
 def writes_at_once(io: Any) -> bool:

@@ -19,6 +19,7 @@ from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
 from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.saves import snapshot
 from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
 from lightning_sparse.strategies.training import Training
@@ -89,7 +90,13 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
     # Checkpoints:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._training.state_dict(super().lightning_module_state_dict)
+        return self._snapshot(self._training.state_dict(super().lightning_module_state_dict))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._snapshot(super().optimizer_state(optimizer))
+
+    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
+        return snapshot(state, self.checkpoint_io) if self.is_global_zero else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         def enter(infos: Infos) -> None:
@@ -106,8 +113,8 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         """Return the exchange whose state belongs to a checkpoint; none if this process does not train."""
         if self._reducer is None:
             log.warning(
-                f"{str(filepath)!r} gets no residuals: they belong to the processes that trained, which are not this "
-                f"one. Save from within fit, with ModelCheckpoint for example."
+                f"{str(filepath)!r} gets no residuals: they belong to the processes and weights of training. Save from "
+                f"within fit, with ModelCheckpoint for example."
             )
             return []
         if self.exchanger is not None:
@@ -127,6 +134,9 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded_from = checkpoint_path
+        module: Any = self.lightning_module
+        if self._reducer is not None and self.exchanger is None and module.trainer.state.fn != "fit":
+            self._reducer = None  # the residuals of the last fit do not belong to the weights of an evaluation
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -132,12 +132,14 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         if not any(getattr(each, "allow_zero_length_dataloader_with_multiple_devices", False) for each in sources):
             self.pause()  # otherwise a rank without batches does not come here
 
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.all_ranks_present():
+            return tensor
         if (module := self.lightning_module) is not None and module.trainer.training:
             batches = module.trainer.fit_loop.epoch_loop.batch_progress
             if batches.is_last_batch and batches.current.ready == batches.current.completed:  # the mean of an epoch
                 self.pause()
-        return super().reduce(*args, **kwargs)
+        return super().reduce(tensor, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._shutdown is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import plain_name
@@ -15,7 +14,6 @@ from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.shards import is_sharded
 from lightning_sparse.strategies.overlap_rules import overlap_blocker
-from lightning_sparse.strategies.saves import writes_at_once
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
@@ -111,10 +109,6 @@ class TrainerUpdates(UpdateTraining):
             with contextlib.suppress(RankFailure) if self._strategy.interrupted else contextlib.nullcontext():
                 exchanger.exchange_pending(write)
         state = state_dict()
-        if self._strategy.is_global_zero and not writes_at_once(self._strategy.checkpoint_io):
-            for key, x in state.items():
-                if type(x) is Tensor:  # later its memory holds deltas, during an exchange
-                    state[key] = x.to("cpu", copy=True)
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         is_whole = not any(map(is_sharded, state.values()))  # then ranks other than 0 may have an empty one

@@ -1,5 +1,6 @@
 """Checkpoints have their sidecar files and no others, with every CheckpointIO and at every time of writing."""
 
+import copy
 import io
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from tests.integration.checkpoints import MOMENTUM, At, AtStart, Scored, error_of, fit, misplaced, result, saving
@@ -340,24 +342,46 @@ class Late(TorchCheckpointIO):
         self.kept = []
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.kept.append(checkpoint["state_dict"])
+        self.kept.append(checkpoint)
 
 
-def test_a_writer_that_comes_later_gets_weights_that_no_exchange_changes(tmp_path):
+def test_a_writer_that_comes_later_gets_weights_and_moments_that_no_step_changes(tmp_path):
     """During an exchange of updates, the memory of the weights holds updates."""
 
     def rank(rank):
         late, now = Late(), []
         look = pl.callbacks.LambdaCallback(
             on_train_batch_end=lambda trainer, module, *_: now.append(
-                {name: x.clone() for name, x in module.state_dict().items()}
+                copy.deepcopy([module.state_dict(), module.optimizers().state_dict()["state"]])
             )
         )
         saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
         net = Net(torch.optim.AdamW, lr=0.01)
         ours = strategy("topk", 0.1, exchange="update")
         trainer(ours, 2, callbacks=[look, saves], plugins=[late], max_epochs=1).fit(net, Loader(rank, 2))
-        return [same(kept, now[2 * number + 1]) for number, kept in enumerate(late.kept)]
+        return [
+            same([kept["state_dict"], kept["optimizer_states"][0]["state"]], now[2 * number + 1])
+            for number, kept in enumerate(late.kept)
+        ]
 
     found, _ = lightning_ranks(2, rank)
     assert found == [True] * 4
+
+
+def test_with_fabric_a_later_writer_gets_them_too(tmp_path):
+    def rank(rank):
+        late, now = Late(), []
+        fabric = Fabric(strategy="topk_ddp", accelerator="cpu", devices=2, plugins=[late])
+        fabric.launch()
+        net = torch.nn.Linear(4, 4)
+        net, adamw = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+        for _ in range(3):
+            fabric.backward(net(torch.randn(2, 4)).sum())
+            adamw.step()
+            fabric.save(tmp_path / "a.ckpt", {"net": net, "adamw": adamw})
+            now.append(copy.deepcopy([net.state_dict(), adamw.state_dict()["state"]]))
+        return [
+            same([kept["net"], kept["adamw"]["state"]], then) for kept, then in zip(late.kept, now, strict=rank == 0)
+        ]
+
+    assert lightning_ranks(2, rank)[0] == [True] * 3

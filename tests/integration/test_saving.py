@@ -364,6 +364,21 @@ def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, optimizer
     assert (len(first), second) == (expected, [])
 
 
+def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_fit(tmp_path):
+    def rank(rank):
+        run = trainer(SparseDDPStrategy("topk", density=0.05), 2, limit_test_batches=1)
+        net = Net(torch.optim.AdamW)
+        net.test_step = net.training_step
+        run.fit(net, Loader(rank, 2, 2))
+        run.save_checkpoint(tmp_path / "best.ckpt")
+        run.test(net, Loader(rank, 2, 2), ckpt_path=tmp_path / "best.ckpt", verbose=False)
+        return with_warnings(run.save_checkpoint, tmp_path / "later.ckpt")[1]
+
+    (first, *_), _ = lightning_ranks(2, rank)
+    assert "'later.ckpt' gets no residuals" in first.replace(f"{tmp_path}/", "")
+    assert [sidecar_names(tmp_path / name) is None for name in ("best.ckpt", "later.ckpt")] == [False, True]
+
+
 class FailingOutsideSteps(Net):
     """Raises an error on rank 1 while the other ranks wait for it in a collective of Lightning, or in none."""
 
@@ -419,6 +434,29 @@ def test_a_checkpoint_on_an_exception_of_one_rank_alone(where, exchange, tmp_pat
     assert seconds < 20
 
 
+@full
+def test_lightnings_checkpoint_on_an_exception_of_one_rank_asks_no_other_rank(tmp_path):
+    """ModelCheckpoint asks all ranks whether last.ckpt exists."""
+
+    def rank(rank):
+        options = {"save_on_exception": True, "save_last": True}
+        run = trainer(
+            SparseDDPStrategy("topk", density=0.05),
+            2,
+            callbacks=[pl.callbacks.ModelCheckpoint(tmp_path / "saved", **options)],
+            max_epochs=2,
+        )
+        error = error_of(run.fit, FailingOutsideSteps("epoch end", rank), *[Loader(rank, 2, 6) for _ in range(2)])
+        if rank == 1:
+            (tmp_path / "error").write_text(error)
+            os._exit(1)
+        return error
+
+    error, _ = lightning_ranks(2, rank)
+    assert (tmp_path / "error").read_text() == "of the user"
+    assert error.count("of the user") == 1, error
+
+
 AFTER_FORK = """
     import sys
 
@@ -462,7 +500,7 @@ def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     script.write_text(textwrap.dedent(AFTER_FORK))
     ended = run_script(script, str(path), timeout=200)
     assert ended.returncode == 0, ended.stderr
-    assert "gets no residuals: they belong to the processes that trained" in ended.stderr
+    assert "gets no residuals: they belong to the processes and weights of training" in ended.stderr
     assert path.exists()
 
 
@@ -482,7 +520,7 @@ def test_a_process_that_did_not_train_warns_that_it_has_no_residuals(tmp_path):
     # The process that starts the ranks by spawn or fork does not train.
     parent = SparseDDPStrategy("topk")
     _, records = with_warnings(parent.save_checkpoint, {"optimizer_states": []}, tmp_path / "a.ckpt")
-    assert "gets no residuals: they belong to the processes that trained" in records[0]
+    assert "gets no residuals: they belong to the processes and weights of training" in records[0]
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
