@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._utils import ExceptionWrapper
 
 from lightning_sparse import method
 from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
+from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.process_group import DIRECT
 from lightning_sparse.hooks import session as sessions
@@ -310,6 +312,50 @@ def reported_twice(rank: int) -> tuple[int, int]:
 def test_an_error_that_a_session_has_reported_counts_no_handshake():
     """Other ranks count none for it, so the next handshakes would miss each other."""
     assert run_ranks(1, reported_twice) == [(0, 1)]
+
+
+def shard() -> None:
+    try:
+        raise ConnectionResetError(104, "Connection reset by peer")
+    except OSError as cause:
+        raise RuntimeError("cannot read the shard") from cause
+
+
+def worker_fails(rank: int, within: str) -> tuple[str, str]:
+    """A DataLoader's worker loses its connection to a file server. Return the error's text before and afterwards."""
+    try:
+        shard()
+    except RuntimeError:
+        worker = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(RuntimeError) as raised:
+        worker.reraise()
+    error, before = raised.value, str(raised.value)
+    if within == "a session":
+        session().fail(error)
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Handshake, "refusal", lambda self: "Rank 7 failed: ValueError")
+            sessions.report_or_diagnose(error)
+    return before, str(error)
+
+
+@pytest.mark.parametrize("within", ["a session", "an evaluation"])
+def test_an_error_that_quotes_a_broken_connection_keeps_its_text(within):
+    ((before, after),) = run_ranks(1, worker_fails, within)
+    assert "Connection reset by peer" in before
+    assert after == before
+
+
+def collective_fails(rank: int) -> str:
+    error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp\nLast error:\nsocketProgress")
+    session().fail(error)
+    return str(error)
+
+
+def test_a_broken_collective_is_explained_before_the_whole_text_of_torch():
+    (text,) = run_ranks(1, collective_fails)
+    assert text.startswith("All ranks have this error: look for")
+    assert text.endswith("(NCCL error in: ProcessGroupNCCL.cpp\nLast error:\nsocketProgress)")
 
 
 def last_exchange(rank: int, how: str) -> tuple[str, bool]:

@@ -53,8 +53,10 @@ LONG_TRIP, LONG_WAIT = 0.005, 0.05
 """Seconds of one message, and seconds of all messages of a step, above which there is a warning."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
-_BROKEN = re.compile("gloo|NCCL|ProcessGroup|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting")
-"""Matches torch's errors for a broken collective, which have no special class."""
+_BROKEN = re.compile(
+    "gloo|NCCL|ProcessGroup|monitoredBarrier|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting"
+)
+"""Matches the first line of torch's errors for a broken collective, which have no special class."""
 
 
 @contextlib.contextmanager
@@ -90,7 +92,7 @@ def report_or_diagnose(error: BaseException) -> None:
     except (dist.DistError, StoreTimeout):
         pass
     if broken and reason:
-        error.args = (f"{reason} ({first_line(error)})",)
+        error.args = (f"{reason} ({error})",)
 
 
 def _refuse(error: BaseException, group: dist.ProcessGroup | None, *, attaches: bool = True) -> None:
@@ -116,7 +118,12 @@ def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta 
 
 def _is_broken(error: BaseException) -> bool:
     """Return whether an error says that a collective broke off, but not why."""
-    return isinstance(error, RuntimeError) and not isinstance(error, RankFailure) and bool(_BROKEN.search(str(error)))
+    # Later lines may quote another connection: an error of a DataLoader's worker contains the worker's traceback.
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RankFailure)
+        and bool(_BROKEN.search(first_line(error)))
+    )
 
 
 def _handshake(
@@ -379,7 +386,7 @@ class Session:
             # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
                 if cause := self.comm.peers.diagnose(None) if in_model else self.comm.diagnose():
-                    error.args = (f"{cause} ({first_line(error)})",)
+                    error.args = (f"{cause} ({error})",)
         self.comm.mark_failed(error_message(error, self.comm, self.reducer.step))
         if not in_model:
             error._lightning_sparse_reported = True  # type: ignore[attr-defined]  # `_refuse` would count a handshake
