@@ -512,6 +512,19 @@ def test_ctrl_c_ends_all_ranks_before_simulate_does():
     assert ended == ["Interrupted."] * 3
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_killed_rank_is_named_although_torchrun_has_told_the_others_to_end(killed, monkeypatch):
+    monkeypatch.setattr("lightning_sparse.comm.peers.ANSWER_SECONDS", 0.1)
+    store, told = dist.HashStore(), "Rank 0 was told to end (SIGTERM)."
+    peers = Peers(store, "group", 0, range(2))
+    store.set(peers.terminating, told)
+    if not killed:
+        store.set(f"{peers._request}/1", "running")
+    text = peers.diagnose(1)
+    assert text.endswith(told)
+    assert text.startswith("No answer from rank 1: killed" if killed else told)
+
+
 class Frozen:
     """A store whose host is frozen until `thaw` is set."""
 

@@ -129,8 +129,7 @@ class Peers:
         """
         try:
             self.raise_if_failed(calls or 0)
-            if self._store.check([self.terminating]):
-                return str(self._store.get(self.terminating).decode())
+            told = str(self._store.get(self.terminating).decode()) if self._store.check([self.terminating]) else ""
             silent, running = self._poll_peers()
             _, pause = self._pause_of_another()
         except RankFailure as failure:
@@ -142,8 +141,10 @@ class Peers:
         if silent:
             return (
                 f"No answer from {rank_list(silent)}: killed, ended, or frozen, or still before the first backward "
-                f"pass. Look at the end of the output there."
-            )
+                f"pass. Look at the end of the output there. {told}"
+            ).rstrip()
+        if told:  # if a rank is killed, torchrun tells the others to end: so silent ranks come first
+            return told
         if calls is None:
             reported = self.reported()  # meanwhile
             if reported or len(running) in (0, len(self.ranks) - 1):
