@@ -387,8 +387,10 @@ def met(rank: int) -> list[bool]:
     """Both ranks meet after the first fit, and only rank 0 after the second one, with another strategy."""
     rendezvous.MEET_SECONDS = 20.0  # rank 1 may start later
     first, second = rendezvous.Rendezvous(), rendezvous.Rendezvous()
+    first.begin_run()
     results = [first.all_ranks_present()]
     first.end_fit()
+    second.begin_run()
     rendezvous.MEET_SECONDS = 0.5
     return [*results, *([second.all_ranks_present()] if rank == 0 else [])]
 

@@ -43,7 +43,8 @@ from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
 _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew."""
+"""The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew.
+A run of a Trainer begins with another number, because an error of one rank after a fit counts a handshake there."""
 STUCK_SECONDS = 20.0
 """Seconds after which a device that still works is taken to wait for another rank, after training has failed."""
 OPENING, LEAST_OPENING, MOST_OPENED = 1 << 19, 1 << 17, 32
@@ -114,6 +115,17 @@ def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta 
     """
     comm = ProcessGroupComm(None)
     _handshake(comm, timeout or group_timeout(comm.group, device)).agree(settings)
+
+
+def number_handshakes(run: int) -> None:
+    """Number the next handshakes of the default group anew, because ranks may have counted differently before.
+
+    Args:
+        run: number of the run to which the handshakes belong; equal on all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    _attempts[world] = run << 16
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.process_group import default_store
 from lightning_sparse.comm.store import BoundedStore, meet
+from lightning_sparse.hooks.session import number_handshakes
 
 MEET_SECONDS = 5.0
 """Seconds to wait for the other ranks. Ranks that are in a step learn of an error sooner."""
@@ -22,13 +23,24 @@ class Rendezvous:
     All ranks call the same methods in the same order. Once a rank is alone, it stays alone until the next fit.
     """
 
-    _fits: ClassVar = 0  # of all strategies in this process, because the store keeps the entries of each
+    _runs: ClassVar = 0  # of all strategies in this process, because the store keeps the entries of each
+    _fits = 0  # torn down in this run
     _calls = 0
     _alone = False
 
+    def begin_run(self) -> None:
+        """Begin a run of a Trainer, such as a fit or a test.
+
+        All ranks count equal numbers of runs. Within a run their counts may differ: an error of one rank after its fit
+        adds a handshake and a teardown.
+        """
+        Rendezvous._runs += 1
+        self._fits = 0
+        number_handshakes(self._runs)
+
     def end_fit(self) -> None:
         """Reset the state after a fit, with or without an error."""
-        Rendezvous._fits += 1
+        self._fits += 1
         self._calls, self._alone = 0, False
 
     def all_ranks_present(self, place: str = "after an error") -> bool:
@@ -41,7 +53,7 @@ class Rendezvous:
             return True
         if not self._alone:
             self._calls += 1
-            self._alone = not self._meet(f"lightning_sparse/meeting/{self._fits}/{place}/{self._calls}")
+            self._alone = not self._meet(f"lightning_sparse/meeting/{self._runs}/{self._fits}/{place}/{self._calls}")
         return not self._alone
 
     @staticmethod

@@ -75,6 +75,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.world_size > 1:
+            self._rendezvous.begin_run()
         self._destroys_groups_at_exit()
 
     def setup_optimizers(self, trainer: Any) -> None:

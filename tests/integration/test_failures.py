@@ -8,10 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +25,9 @@ from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.hooks import session
 from lightning_sparse.kernels import launch
 from lightning_sparse.observer import Observer
+from lightning_sparse.strategies import rendezvous
 from tests.integration.failing import SOON, caught, of_both, step, training
+from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
 from tests.processes import free_port, run_ranks
 from tests.support.kernels import interpreted, needs_triton
 from tests.support.tiers import full, one_in
@@ -445,6 +449,31 @@ def test_ranks_that_drift_apart_are_found():
         RankFailure, match=r"rank [01] differs from other ranks in method, density, seed, step or model"
     ):
         simulate(2, rank)
+
+
+class EndsBadly(pl.Callback):
+    """Fails on rank 0, when the strategy has left the fit on all ranks."""
+
+    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            raise OSError("cannot send the summary")
+
+
+def fits_again(rank: int) -> tuple[list[tuple[str, str]], bool]:
+    """Fit twice, as in a sweep that continues after an error; return the errors, and whether the ranks meet."""
+    rendezvous.MEET_SECONDS = 20.0
+    outcomes = []
+    for callbacks in ([EndsBadly()], []):
+        fit = trainer(strategy("topk", 0.1), 2, max_steps=1, callbacks=callbacks)
+        outcomes.append(caught(partial(fit.fit, Net(), Loader(rank, 2, batches=1)))[:2])
+    return outcomes, fit.strategy._rendezvous.all_ranks_present()
+
+
+def test_an_error_of_one_rank_after_its_fit_leaves_the_next_fit_alone():
+    good = ("no error", "")
+    first, second = lightning_ranks(2, fits_again, timeout=8, patience=60)
+    assert first == ([("OSError", "cannot send the summary"), good], True)
+    assert second == ([good, good], True)
 
 
 SCRIPT = """
