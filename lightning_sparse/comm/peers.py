@@ -40,14 +40,14 @@ class Peers:
         part: global rank numbers of this rank's part; None is the whole group.
 
     Attributes:
-        group, rank, ranks, part: as given.
+        rank, ranks, part: as given.
         terminating: the key of the rank that was the first to be asked to end; see `Termination`.
     """
 
     def __init__(
         self, store: Store, group: str, rank: int, ranks: Sequence[int], part: Sequence[int] | None = None
     ) -> None:
-        self._store, self.group, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), group, rank, ranks
+        self._store, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), rank, ranks
         self.part = ranks if part is None else part
         self._pid = os.getpid()
         self._failed, self._done, self._pause, self._request = (
@@ -55,6 +55,7 @@ class Peers:
             for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{self.part[0]}/pause", f"{ranks[0]}/poll")
         )
         self._pauses = 0
+        self._reason = ""  # that a failed rank has recorded
         self.terminating = f"lightning_sparse/{group}/terminating"
 
     @property
@@ -100,7 +101,7 @@ class Peers:
             if pause_at < calls:
                 raise RankFailure(reason)
         except dist.DistError as error:
-            raise RankFailure(lost_store(self.ranks[self.rank], error)) from error
+            raise RankFailure(self._reason or lost_store(self.ranks[self.rank], error)) from error
         except StoreTimeout:
             return  # the collective itself will time out
 
@@ -113,12 +114,15 @@ class Peers:
         return math.inf, ""
 
     def reported(self) -> str:
-        """Return the reason that a failed rank has recorded; "" if there is none, or if the store is gone."""
-        if os.getpid() == self._pid:
+        """Return the reason that a failed rank has recorded; "" if this rank knows of none.
+
+        This rank still knows it when the store is gone: the failed rank may have hosted it.
+        """
+        if os.getpid() == self._pid and not self._reason:
             with contextlib.suppress(dist.DistError, StoreTimeout):
                 if self._store.check([self._failed]):
-                    return str(self._store.get(self._failed).decode())
-        return ""
+                    self._reason = self._store.get(self._failed).decode()
+        return self._reason
 
     def diagnose(self, calls: int | None) -> str:
         """Return why a collective failed: the reason that a rank recorded, or the ranks that do not respond.
@@ -135,7 +139,9 @@ class Peers:
         except RankFailure as failure:
             return str(failure)
         except dist.DistError:
-            return "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+            return self._reason or (
+                "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+            )
         except StoreTimeout:
             return silent_store(self.ranks[self.rank])
         if silent:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import lightning_sparse
 from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
-from lightning_sparse.comm import ProcessGroupComm, RankFailure
+from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.link import shortest_gather
 from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
@@ -50,6 +50,8 @@ STUCK_SECONDS = 20.0
 OPENING, LEAST_OPENING, MOST_OPENED = 1 << 19, 1 << 17, 32
 """Bytes that a rank sends before training to all ranks, the least to each one, and the most ranks to which it sends
 them (benchmarks.opening)."""
+HOST_SECONDS = 2 * POLL.total_seconds()
+"""Seconds that rank 0 lives after its error, because it may host the store. The others read the reason every POLL."""
 LONG_TRIP, LONG_WAIT = 0.005, 0.05
 """Seconds of one message, and seconds of all messages of a step, above which there is a warning."""
 LONG_BUFFERS = 1 << 16
@@ -162,6 +164,8 @@ def _report_uncaught() -> None:
     if error is not None and not hasattr(sys, "ps1"):  # an interactive session survives errors
         for session in list(_sessions):
             session.fail(error)
+        if hasattr(error, "_lightning_sparse_reported") and dist.is_initialized() and dist.get_rank() == 0:
+            time.sleep(HOST_SECONDS)
 
 
 @cache
@@ -252,14 +256,15 @@ class Session:
                 **others,
             },
         )
-        peers = Peers(self.comm.store, f"lightning_sparse_{name}", everyone.rank, everyone.ranks, part=self.comm.ranks)
-        self.comm.use(self._open_group(peers, timeout), peers)
+        name = f"lightning_sparse_{name}"
+        peers = Peers(self.comm.store, name, everyone.rank, everyone.ranks, part=self.comm.ranks)
+        self.comm.use(self._open_group(peers, f"{name}_{peers.part[0]}", timeout), peers)
         _sessions.add(self)
         _report_at_exit()
 
-    def _open_group(self, peers: Peers, timeout: timedelta) -> dist.ProcessGroup:
+    def _open_group(self, peers: Peers, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """Make the session's process group; RankFailure if another rank has ended, or cannot make it."""
-        parent, name = self.comm.group, f"{peers.group}_{peers.part[0]}"
+        parent = self.comm.group
 
         def connect() -> dist.ProcessGroup:
             if self.stream is not None:
@@ -518,7 +523,7 @@ class Session:
                 self._seen_done = done
             elif done is not self._seen_done:
                 self.comm.raise_if_peer_failed()
-            elif self._looks_ahead and (reason := self.comm.peers.reported()):
+            elif (reason := self.comm.peers.reported()) and self._looks_ahead:
                 raise RankFailure(reason)
         except Exception as error:
             # The training thread may wait for the failed rank, for the device or in a collective of the model. It
@@ -529,7 +534,7 @@ class Session:
 
     @property
     def _looks_ahead(self) -> bool:
-        """Whether failures of others are looked for between exchanges: the next one is far, or the device may wait."""
+        """Whether a failure of another rank ends training between exchanges: the next is far, or the device waits."""
         return self.comm.peers.has_parts or self.over_nccl or self.reducer.method.local_steps > 1
 
     def _free_unless_launching(self) -> None:

@@ -1,5 +1,7 @@
 """After any failure, every rank soon ends with an error that names the cause. No rank hangs."""
 
+import atexit
+import contextlib
 import gc
 import json
 import os
@@ -185,8 +187,6 @@ def different_step_counts(rank: int, exchange: str) -> tuple[str, str, float]:
 
     outcome = caught(run)
     if rank == 0:
-        import atexit
-
         atexit._run_exitfuncs()  # as at the end of its script
     return outcome
 
@@ -449,6 +449,36 @@ def test_ranks_that_drift_apart_are_found():
         RankFailure, match=r"rank [01] differs from other ranks in method, density, seed, step or model"
     ):
         simulate(2, rank)
+
+
+def host_fails(rank: int, exchange: str, late: bool) -> str:
+    """Rank 0 hosts the store, and its script ends by an error. Rank 1 waits for it elsewhere, or comes later."""
+    session.HOST_SECONDS = 3.0  # for a busy machine
+    begin, step = training(exchange)
+    begin("topk")
+    step()
+    step()
+    if rank == 0:
+        sys.last_value = ValueError("the disk is full")
+        atexit._run_exitfuncs()
+        os._exit(1)
+    if late:
+        with contextlib.suppress(dist.DistError):
+            while True:  # until the store is gone
+                dist.distributed_c10d._get_default_store().check(["any"])
+                time.sleep(0.1)
+        return caught(step)[1]
+    with pytest.raises(RuntimeError) as broken:
+        dist.all_reduce(torch.ones(1))
+    (mine,) = session._sessions
+    mine.fail(broken.value)
+    return str(broken.value)
+
+
+@pytest.mark.parametrize(("exchange", "late"), [("gradient", False), ("update", True)])
+def test_an_error_of_the_rank_that_hosts_the_store_reaches_ranks_that_are_busy_elsewhere(exchange, late):
+    _, text = run_ranks(2, host_fails, exchange, late)
+    assert text.startswith("Rank 0 failed at step 2: ValueError: the disk is full")
 
 
 class EndsBadly(pl.Callback):
