@@ -95,10 +95,10 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         teardown()
         self.checkpoint_io.teardown()  # waits for asynchronous saves. Lightning's ModelParallelStrategy leaves it out
 
-    def on_exception(self, exception: BaseException) -> None:
+    def _report(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.exchanger is not None:  # FSDP2's collectives say that a rank has ended, but not why
             self.exchanger.session.fail(exception, in_model=True)
-        super().on_exception(exception)
+        super()._report(trainer, module, exception)
 
     # Checkpoints:
 

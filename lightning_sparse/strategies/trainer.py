@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +68,10 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         self._training, self._reducer, self._is_consistent = training, training.exchanger.reducer, True
         if self.world_size > 1 and self._shutdown is None:
             self._shutdown = CoordinatedShutdown(trainer, training.exchanger.comm, launched=self._launched)
+            # Lightning calls callbacks before the strategy. They may upload for minutes, while the other ranks wait.
+            first = import_module(self._namespace).Callback()
+            first.on_exception = self._report
+            trainer.callbacks.insert(0, first)
         self._began(training, why, trainer.loggers)
 
     def wait_for_exchange(self) -> bool:
@@ -185,6 +190,10 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         if self._shutdown is not None:
             self._shutdown.explain(exception)
         atexit.unregister(destroy_process_group)  # it would wait for collectives that may never complete
+        self._report(None, None, exception)
+
+    def _report(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Report an error to the other ranks, unless it ends training on all ranks. It may be called twice."""
         if self._shutdown is None or not self._shutdown.ends_by(exception):
             self._training.fail(exception)
 
@@ -193,6 +202,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         shutdown, self._shutdown = self._shutdown, None
         if shutdown is not None:
             shutdown.close()
+            callbacks = self.lightning_module.trainer.callbacks
+            callbacks[:] = [each for each in callbacks if getattr(each, "on_exception", None) != self._report]
         self._training.close()
         if self.exchanger is not None:
             self._is_consistent = self.exchanger.is_consistent

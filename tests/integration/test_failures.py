@@ -481,6 +481,44 @@ def test_an_error_of_the_rank_that_hosts_the_store_reaches_ranks_that_are_busy_e
     assert text.startswith("Rank 0 failed at step 2: ValueError: the disk is full")
 
 
+class Breaks(Net):
+    """Fails on rank 0 in its second step."""
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        if index == 1 and self.global_rank == 0:
+            raise ValueError("no more data")
+        return super().training_step(batch, index)
+
+
+class Uploads(pl.Callback):
+    """Is busy on an exception of rank 0 until rank 1 has ended, at most for some seconds."""
+
+    had_ended = False
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + 10
+        while trainer.global_rank == 0 and not self.had_ended and time.monotonic() < deadline:
+            self.had_ended = store.check(["rank 1 has ended"])
+            time.sleep(0.05)
+
+
+def fails_and_uploads(rank: int) -> tuple[str, bool, bool]:
+    uploads = Uploads()
+    fit = trainer(strategy("topk", 0.1), 2, callbacks=[uploads])
+    before = [*fit.callbacks]
+    _, text, _ = caught(partial(fit.fit, Breaks(), Loader(rank, 2, batches=2)))
+    dist.distributed_c10d._get_default_store().set(f"rank {rank} has ended", "")
+    return text, uploads.had_ended, fit.callbacks == before
+
+
+def test_an_error_is_reported_before_the_callbacks_of_a_trainer_get_it():
+    (_, had_ended, as_before), (text, _, as_before_there) = lightning_ranks(2, fails_and_uploads)
+    assert text == "Rank 0 failed at step 1: ValueError: no more data"
+    assert had_ended
+    assert as_before
+    assert as_before_there
+
+
 class EndsBadly(pl.Callback):
     """Fails on rank 0, when the strategy has left the fit on all ranks."""
 
