@@ -78,11 +78,11 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
             training = GradientTraining(self, self._wrap(), self.optimizers, method)
         self._begin_fit(trainer, training, why)
 
-    def on_train_end(self) -> None:
+    def _end_training(self) -> None:
         # If this rank alone ends training, others wait for it in a step, and would not join a collective.
         if self._checkpoints.has_saved and self._rendezvous.all_ranks_present("end"):
             self._checkpoints.end_training()
-        super().on_train_end()
+        super()._end_training()
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
         self._checkpoints.close(teardown, super().remove_checkpoint)

@@ -156,6 +156,11 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def on_train_end(self) -> None:
         super().on_train_end()
         self._training.exchange_pending()
+        self.pause()  # if this rank alone ends training, the others learn it before it waits for them
+        self._end_training()
+
+    def _end_training(self) -> None:
+        """Meet the other ranks after the last step."""
         if self._shutdown is not None:
             self._shutdown.finish()
 
