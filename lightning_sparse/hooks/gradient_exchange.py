@@ -26,7 +26,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,15 +35,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
+from lightning_sparse.hooks.closure import replace_closure
 from lightning_sparse.hooks.exchanged_gradients import ExchangedGradients
+from lightning_sparse.hooks.optimizer_kinds import closure_called_twice_message
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
+from lightning_sparse.shards import parameters_of
 
 log = logging.getLogger(__name__)
 _over_nccl: weakref.WeakSet[GradientExchanger] = weakref.WeakSet()
@@ -92,6 +96,7 @@ class GradientExchanger(Exchanger):
         self._finds_unused = bool(ddp.find_unused_parameters and not ddp.static_graph)
         tracked = params.values() if self._used is not None else ()
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
         check = self.reducer.gradient_check
@@ -112,6 +117,24 @@ class GradientExchanger(Exchanger):
     def _mark_used(self, param: Tensor) -> None:
         assert self._used is not None
         self._used.add(self._known[id(param)][0])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return replace_closure(args, kwargs, partial(self.evaluate_once, optimizer, self.reductions))
+
+    def evaluate_once(self, optimizer: Optimizer, before: int, closure: Callable[[], Any]) -> Any:
+        """Evaluate the closure of a step.
+
+        Args:
+            before: `reductions` when the step began.
+
+        Raises:
+            RuntimeError: on all ranks, if an earlier evaluation in this step has exchanged compressed gradients.
+        """
+        has_exchanged = self.reductions > before and self.reducer.method.compresses
+        if has_exchanged and any(id(param) in self._known for param in parameters_of([optimizer])):
+            raise self._fail_with(closure_called_twice_message(optimizer, self.reducer.method))
+        return closure()
 
     def enqueue(self, bucket: Any) -> Any:
         """Pass one of DDP's buckets to the thread; DDP calls it within backward."""

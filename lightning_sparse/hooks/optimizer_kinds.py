@@ -67,6 +67,21 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer if has_step_hooks(optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
+def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
+    """Return the error message for an optimizer that has called its closure twice in a step."""
+    instead = "Use an optimizer"
+    if method.aggregator.averages:  # otherwise it does not support updates
+        instead = (
+            "Set exchange='update' of the strategy, or in plain torch call attach_updates, which take such optimizers "
+            "but for LBFGS; or use one"
+        )
+    return (
+        f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of gradients. "
+        f"That does not work with {method}: each exchange sends another part of the gradient, so their results cannot "
+        f"be compared. {instead} that needs one gradient a step, or train with strategy='ddp' or without attach."
+    )
+
+
 def signs_message(optimizer: Optimizer) -> str:
     """Return a warning of an optimizer that steps by signs and a sparse method."""
     return (

@@ -119,18 +119,6 @@ def check_not_wrapped(model: torch.nn.Module, but: str = "") -> None:
             )
 
 
-def closure_called_twice_message(optimizer: Optimizer, method: Method) -> str:
-    """Return the error message for an optimizer that has called its closure twice in a step."""
-    instead = "Use an optimizer"
-    if method.aggregator.averages:  # otherwise it does not support updates
-        instead = "Set exchange='update' of the strategy, which takes such optimizers but for LBFGS; or use one"
-    return (
-        f"{type(optimizer).__name__} evaluates its closure several times a step, each with an exchange of gradients. "
-        f"That does not work with {method}: each exchange sends another part of the gradient, so their results cannot "
-        f"be compared. {instead} that needs one gradient a step, or train with strategy='ddp'."
-    )
-
-
 def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
     adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)

@@ -22,7 +22,6 @@ from lightning_sparse.methods import Method
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
-    closure_called_twice_message,
     warn_of_sparse_gradients,
     warn_of_two_momenta,
     warn_of_unstepped,
@@ -181,9 +180,7 @@ class GradientTraining(Training):
         before = self.exchanger.reductions
 
         def once() -> Any:
-            if self._method.compresses and self.exchanger.reductions > before:
-                raise self.failed(closure_called_twice_message(optimizer, self._method))
-            loss = closure()
+            loss = self.exchanger.evaluate_once(optimizer, before, closure)
             if not has_step_hooks(optimizer) and self._skips:
                 self._drop_nonfinite(optimizer)
             return loss

@@ -64,7 +64,7 @@ def test_an_optimizer_that_evaluates_its_closure_twice_is_refused_at_the_second(
     first, second = refusals(lambda: kind(optimizer=Twice), "topk")
     assert first == second
     assert first.startswith("Twice evaluates its closure several times a step, each with an exchange of gradients.")
-    assert "Set exchange='update' of the strategy, which takes such optimizers but for LBFGS; or use one that" in first
+    assert "attach_updates, which take such optimizers but for LBFGS; or use one that needs one gradient" in first
     vote, _ = refusals(lambda: kind(optimizer=Twice), "signsgd")
     assert "Use an optimizer that needs one gradient a step" in vote, "a vote makes no updates"
 

@@ -475,6 +475,31 @@ def test_a_model_that_a_backward_pass_only_goes_through_is_warned_of_once(how):
         assert texts[0].startswith("A gradient of 'weight' that ranks exchanged for SGD was thrown away")
 
 
+def with_lbfgs(rank: int, name: str) -> str:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    attach(ddp, name)
+    optimizer = torch.optim.LBFGS(ddp.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = ddp(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["topk", *in_full("dense", "signsgd")])
+def test_an_optimizer_that_evaluates_its_closure_twice_raises_an_error_on_all_ranks(name):
+    for text in run_ranks(2, with_lbfgs, name):
+        assert text.startswith("LBFGS evaluates its closure several times a step") == (name != "dense")
+        assert ("attach_updates" in text) == (name == "topk")
+
+
 CHANGED = "A gradient of "
 LOOPS = {  # one batch each, and the start of its warning
     "a plain loop": ("backward step zero", ""),
