@@ -128,7 +128,7 @@ def exchange_gradients(
     params = parameters()
     session.reducer.segment_states.take_memory_order(params)
     rates = Rates(session.comm, optimizers, ddp.device)
-    exchanger = GradientExchanger(session, ddp, params, rates)
+    exchanger = GradientExchanger(session, ddp, params, rates, optimizers)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
         session.open_connections()  # connecting within backward may wait for the device, which waits for this rank

@@ -13,7 +13,7 @@ nothing is sent before the optimizer's step, and a rank may drop any gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,9 @@ from torch.utils.hooks import unserializable_hook
 
 from lightning_sparse._compat import has_step_hooks, version
 from lightning_sparse.hooks.closure import with_gradients
+from lightning_sparse.hooks.optimizer_kinds import warn_at_first_steps
 from lightning_sparse.hooks.scalers import unwrap, wrap
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import parameters_of
 
 log = logging.getLogger(__name__)
@@ -45,12 +47,12 @@ class ExchangedGradients:
 
     Args:
         params: the parameters of a model, by name.
-        knows_scale: returns whether the exchange knows the factor on the loss.
-        clips: whether gradients are clipped before an exchange.
+        reducer: the reducer of their gradients.
+        known: their optimizers, as far as these have been checked. Of others it warns if gradients are too sparse.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], knows_scale: Callable[[], bool], clips: bool = False) -> None:
-        self._knows_scale, self._clips = knows_scale, clips
+    def __init__(self, params: Mapping[str, Tensor], reducer: Reducer, known: Sequence[Optimizer]) -> None:
+        self._reducer = reducer
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
@@ -59,7 +61,9 @@ class ExchangedGradients:
         self._left_out: set[int] = set()  # parameters without a part in this backward pass whose gradients wait
         self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._may_move = True  # until the first look after the first backward pass
-        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        self._step_hooks = [register_optimizer_step_pre_hook(self._before_step)]
+        if (reducer.method.density or 1) < 1:
+            self._step_hooks.append(warn_at_first_steps([*self._params], known))
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
         before = unserializable_hook(partial(self._before_accumulation))  # which marks it; a method takes no mark
         self._hooks = [param.register_hook(before) for param in params.values()]
@@ -71,7 +75,8 @@ class ExchangedGradients:
     def close(self) -> None:
         """Stop checking."""
         self._end()
-        self._step_hook.remove()
+        for hook in self._step_hooks:
+            hook.remove()
 
     def _end(self) -> None:
         for hook in self._hooks:
@@ -89,7 +94,8 @@ class ExchangedGradients:
         keys = [*map(id, params)]
         self._local.difference_update(keys)
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
-        earlier = (self._params[key][0] for key in keys if self._clips and key in self._earlier)
+        clips = self._reducer.options.clip_norm is not None
+        earlier = (self._params[key][0] for key in keys if clips and key in self._earlier)
         if name := next((name for name in earlier if name not in unused), None):
             self._end()
             log.warning(
@@ -185,7 +191,7 @@ class ExchangedGradients:
 
     def _check_scale(self, scaler: Any, optimizer: Optimizer) -> None:
         """Raise ValueError if a scaler scales the loss of this model, and the exchange does not know the factor."""
-        if self._knows_scale() or not scaler.is_enabled():
+        if self._reducer.gradient_check.get_scale is not None or not scaler.is_enabled():
             return
         if any(id(param) in self._params for param in parameters_of([optimizer])):
             raise ValueError(

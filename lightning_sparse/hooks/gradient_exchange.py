@@ -26,7 +26,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class GradientExchanger(Exchanger):
 
     Args:
         rates: compares the learning rates of the optimizers.
+        optimizers: the optimizers that are known now; more may be added later.
 
     Attributes:
         params: the given parameters.
@@ -73,6 +74,7 @@ class GradientExchanger(Exchanger):
         ddp: DistributedDataParallel,
         params: Mapping[str, Tensor],
         rates: Rates,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
         self._known = {id(param): (name, _strides(param)) for name, param in params.items()}
@@ -99,9 +101,7 @@ class GradientExchanger(Exchanger):
         self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
         warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
-        check = self.reducer.gradient_check
-        clips = self.reducer.options.clip_norm is not None
-        self._exchanged = ExchangedGradients(params, lambda: check.get_scale is not None, clips) if warns else None
+        self._exchanged = ExchangedGradients(params, self.reducer, optimizers) if warns else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the thread out of copies of the model. They have no hook, like copies of a stock model."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse._compat import has_step_hooks
 from lightning_sparse.methods import UPDATE_DENSITY, Method
+from lightning_sparse.shards import parameters_of
 from lightning_sparse.trained import ABOVE_DENSE
 
 log = logging.getLogger(__name__)
@@ -23,6 +28,16 @@ LAZY = "steps only rows that have a gradient, and by their own moments"
 """The reason of SparseAdam."""
 RECOMPUTES = "computes weights from the first ones and the sum of all gradients"
 """The reason of dual averaging."""
+SHARED = "shares its steps among ranks"
+"""The reason of optimizers that step each parameter on one rank, for all ranks."""
+UNHOOKED = "calls no hooks of torch"
+"""The reason of objects that only resemble an optimizer, and of subclasses that do not call torch's constructor."""
+REMEDIES = {
+    SHARED: "use an optimizer for one rank",
+    UNHOOKED: "let its constructor call torch's",
+    RECOMPUTES: "use another one, such as AdamW",
+    LAZY: "use AdamW, with sparse=False of the embedding",
+}
 
 
 def is_named(optimizer: Optimizer, names: Iterable[str]) -> bool:
@@ -89,6 +104,92 @@ def signs_message(optimizer: Optimizer) -> str:
         f"cannot choose: a GPT with Lion ended 0.3 above dense training. Take a method that sends every element, such "
         f"as 'int4'."
     )
+
+
+def reason_against_updates(optimizer: Optimizer) -> str | None:
+    """Return the reason why an optimizer's updates cannot be exchanged; None if there is none."""
+    if not has_step_hooks(optimizer):
+        return UNHOOKED
+    if shares_steps(optimizer):
+        return SHARED
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return LAZY
+    return RECOMPUTES if is_named(optimizer, DUAL_AVERAGING) else None
+
+
+def reason_for_gradients(optimizer: Optimizer) -> str | None:
+    """Return the reason to exchange gradients with this optimizer; None if updates are better.
+
+    Updates are better for every optimizer that does not merely scale the gradient. So only the exceptions are listed.
+    """
+    if reason := reason_against_updates(optimizer):
+        return reason
+    if evaluates_other_weights(optimizer):
+        return "evaluates other weights than it trains"
+    if scales_gradient(optimizer):
+        return "scales the gradient"
+    if is_named(optimizer, SIGNS):
+        return "takes signs"
+    return None
+
+
+def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether a parameter belongs to several optimizers; then their updates cannot be exchanged."""
+    owned = [{*map(id, parameters_of([optimizer]))} for optimizer in optimizers]
+    return sum(map(len, owned)) > len(set().union(*owned))
+
+
+def warn_of_sparse_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Warn if sparse gradients are exchanged for an optimizer that trains badly with them."""
+    adaptive = next((each for each in optimizers if reason_for_gradients(each) is None), None)
+    barred = (each for each in optimizers if reason_against_updates(each) and not scales_gradient(inner_of(each)))
+    signs = next((each for each in optimizers if is_named(each, SIGNS)), None)
+    evaluating = next(filter(evaluates_other_weights, optimizers), None)
+    if (other := next(barred, None)) is not None:
+        inner, reason = inner_of(other), reason_against_updates(other) or ""
+        remedy = REMEDIES[reason] if inner is other else f"use {type(inner).__name__} itself"
+        log.warning(
+            f"{type(other).__name__} {reason}, so ranks exchange gradients. It takes too large steps with gradients "
+            f"that arrive seldom. Take a method that sends every element, such as 'int4'; or {remedy}, and ranks "
+            f"exchange updates."
+        )
+    elif adaptive is not None:
+        remedy = "Let ranks exchange updates, which needed no more: exchange='update', in plain torch attach_updates"
+        if share_parameters(optimizers):
+            remedy = "Take a method that sends every element, such as 'int4', as optimizers share parameters here"
+        log.warning(
+            f"{type(adaptive).__name__} takes too large steps with gradients that arrive seldom: with AdamW a GPT "
+            f"needed 3.5 to 6 times as many steps with them as with dense ones. {remedy}."
+        )
+    elif signs is not None:
+        log.warning(signs_message(signs))
+    elif evaluating is not None:
+        log.warning(
+            f"{type(evaluating).__name__} evaluates other weights than it trains, so ranks exchange gradients. If it "
+            f"divides by past gradients, sparse ones make its steps too large: take a method that sends every element, "
+            f"such as 'int4'."
+        )
+
+
+def warn_at_first_steps(params: Collection[int], known: Sequence[Optimizer]) -> RemovableHandle:
+    """Warn of other optimizers at their first step, if they train badly with sparse gradients; return torch's handle.
+
+    Args:
+        params: ids of the parameters whose gradients are exchanged.
+        known: optimizers that have been checked; some may be added later.
+    """
+    seen = weakref.WeakSet[Optimizer]()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in known or optimizer in seen:
+            return
+        others = {*params} - {*map(id, parameters_of([*known, *seen]))}  # an optimizer may step another one
+        seen.add(optimizer)
+        if any(id(param) in others for param in parameters_of([optimizer])):
+            warn_of_sparse_gradients([optimizer])
+
+    return register_optimizer_step_pre_hook(look)
 
 
 def warn_of_optimizers(optimizers: Sequence[Optimizer]) -> None:

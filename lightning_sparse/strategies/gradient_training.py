@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_sparse._compat import ddp_options, has_step_hooks
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.closure import with_gradients
+from lightning_sparse.hooks.optimizer_kinds import warn_of_sparse_gradients
 from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.methods import Method
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.fit_checks import (
     check_optimizers,
-    warn_of_sparse_gradients,
     warn_of_two_momenta,
     warn_of_unstepped,
 )
@@ -53,7 +52,6 @@ class GradientTraining(Training):
         self.optimizers: list[Optimizer] = optimizers
         self._own_scaler: torch.amp.GradScaler | None = None  # the model's, after its first scaled loss
         self._has_stepped = False
-        self._seen = weakref.WeakSet[Optimizer]()  # optimizers that Lightning does not know
         self._reductions = 0  # number of reduced steps before the present backward pass
         self._model_name = type(ddp.module).__name__
         scaler = strategy.scaler
@@ -77,7 +75,6 @@ class GradientTraining(Training):
         self._warn_of_optimizers()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._warn_of_unknown(optimizer)
         if not self._skips:
             return None
         return with_gradients(args, kwargs, functools.partial(self._drop_nonfinite, optimizer))
@@ -96,16 +93,6 @@ class GradientTraining(Training):
         if firsts and torch.stack(firsts).isnan().any():
             for param in parameters_of([optimizer]):
                 param.grad = None
-
-    def _warn_of_unknown(self, optimizer: Optimizer) -> None:
-        """Warn, at its first step, of an optimizer that Lightning does not know. Manual optimization allows such."""
-        if optimizer in self.optimizers or optimizer in self._seen or self._strategy.global_rank:
-            return
-        self._seen.add(optimizer)
-        known = {*map(id, parameters_of(self.optimizers))}
-        others = {id(param) for param in self.exchanger.params.values()} - known
-        if self._sends_few and any(id(param) in others for param in parameters_of([optimizer])):
-            warn_of_sparse_gradients([optimizer])
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer of the model; ValueError if it is not supported."""

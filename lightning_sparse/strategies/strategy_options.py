@@ -9,10 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.hooks.optimizer_kinds import reason_against_updates, reason_for_gradients, share_parameters
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import Method, resolve_method, resolve_updates
 from lightning_sparse.options import ExchangeMode, Overlap, ReducerOptions, check, check_optional
-from lightning_sparse.strategies.fit_checks import reason_against_updates, reason_for_gradients, share_parameters
 from lightning_sparse.update_rule import UpdateRule
 
 

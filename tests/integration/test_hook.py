@@ -475,6 +475,40 @@ def test_a_model_that_a_backward_pass_only_goes_through_is_warned_of_once(how):
         assert texts[0].startswith("A gradient of 'weight' that ranks exchanged for SGD was thrown away")
 
 
+def warned_of(rank: int, name: str, kinds: list[Any]) -> list[str]:
+    """Return the messages of steps with these optimizers; each wraps the one before, as a Lookahead does."""
+    messages = Messages()
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    attach(ddp, name)
+    inner: Any = ddp.parameters()
+    for kind in kinds:
+        inner = kind(inner)
+    for _ in range(2):
+        ddp(torch.ones(2, 8)).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+    return messages.texts
+
+
+class Outer(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("kinds", [[torch.optim.AdamW], *in_full([torch.optim.AdamW, Outer])])
+def test_an_optimizer_that_trains_badly_with_sparse_gradients_is_warned_of_once(kinds):
+    (text,), silent = run_ranks(2, warned_of, "topk", kinds)
+    assert text.startswith(f"{kinds[-1].__name__} takes too large steps with gradients that arrive seldom")
+    assert "attach_updates" in text
+    assert silent == []
+    for name, others in (("int4", kinds), ("topk", [torch.optim.SGD])):
+        assert run_ranks(2, warned_of, name, others) == [[], []]
+
+
 def with_lbfgs(rank: int, name: str) -> str:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     attach(ddp, name)

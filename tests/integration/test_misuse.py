@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import attach, attach_updates, exchange_pending, method
 from lightning_sparse.hooks import UpdateExchanger, misuse
-from lightning_sparse.hooks.optimizer_kinds import LAZY
+from lightning_sparse.hooks.optimizer_kinds import LAZY, reason_for_gradients
 from lightning_sparse.hooks.update_exchange import check_updates
-from lightning_sparse.strategies.fit_checks import reason_for_gradients
 from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead, Messages
 from tests.processes import run_ranks

@@ -50,11 +50,10 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
 from lightning_sparse.hooks import session as session_module
-from lightning_sparse.hooks.optimizer_kinds import RECOMPUTES
+from lightning_sparse.hooks.optimizer_kinds import RECOMPUTES, reason_for_gradients
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.strategies.fit_checks import reason_for_gradients
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
