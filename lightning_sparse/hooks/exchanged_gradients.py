@@ -37,6 +37,8 @@ TAKE_TURNS = (
     "find_unused_parameters=True; in plain torch call the model within its no_sync()."
 )
 """A further remedy if a gradient was thrown away."""
+NO_SYNC = "Call the model within no_sync() in all backward passes before a step but the last one."
+"""The remedy if a later backward pass spoils the result of an earlier one."""
 
 
 class ExchangedGradients:
@@ -77,13 +79,20 @@ class ExchangedGradients:
         self._end()
         for hook in self._step_hooks:
             hook.remove()
+        self._params, self._written = {}, {}
+
+    def _warn(self, text: str) -> None:
+        """Warn, and only record from now on which gradients wait for a step."""
+        self._end()
+        log.warning(text)
 
     def _end(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks:  # the step hooks stay, because torch may iterate over them now
             hook.remove()
+        self._hooks = []
         unwrap("step", self._scaled_step)
         unwrap("unscale_", self._unscale)
-        self._params, self._written, self._local, self._earlier = {}, {}, set(), set()
+        self._local, self._earlier, self._left_out = set(), set(), set()
 
     def on_delivery(self, params: Iterable[Tensor], unused: Container[str] = ()) -> None:
         """Note that DDP delivers the gradients of these parameters, for ranks to exchange.
@@ -91,17 +100,17 @@ class ExchangedGradients:
         Args:
             unused: names of parameters that took no part in the backward pass.
         """
+        if not self._hooks:
+            return
         keys = [*map(id, params)]
         self._local.difference_update(keys)
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
         clips = self._reducer.options.clip_norm is not None
         earlier = (self._params[key][0] for key in keys if clips and key in self._earlier)
         if name := next((name for name in earlier if name not in unused), None):
-            self._end()
-            log.warning(
+            self._warn(
                 f"clip_norm clips the gradient of {name!r} together with the exchanged gradient of an earlier backward "
-                f"pass, which waits for a step: the clipped part of that gradient is lost. Call the model "
-                f"within no_sync() in all backward passes before a step but the last one."
+                f"pass, which waits for a step: the clipped part of that gradient is lost. {NO_SYNC}"
             )
 
     def on_exchange(self, names: Iterable[str]) -> None:
@@ -110,7 +119,10 @@ class ExchangedGradients:
         lost = [self._params[key][0] for key in self._left_out if key in self._written and self._has_changed(key)]
         self._left_out.clear()
         if lost:
-            self._warn_of_second_pass(lost[0])
+            self._warn(
+                f"{lost[0]!r} took no part in this backward pass, and its gradient of an earlier one, which waits for "
+                f"a step, was overwritten. {NO_SYNC}"
+            )
         chosen = set(names)
         self._note(key for key, (name, _) in self._params.items() if name in chosen)
         self._looked = False
@@ -167,27 +179,26 @@ class ExchangedGradients:
         self._note(keys)
 
     def _look(self, optimizer: Optimizer) -> list[int]:
-        """Warn if an optimizer's exchanged gradients have changed; return their keys if they have not."""
-        if not self._params:
-            return []
-        self._note_move()
+        """Warn if an optimizer's exchanged gradients have changed; return their keys."""
         own = [*map(id, parameters_of([optimizer]))]
         waiting = [key for key in own if key in self._written]
+        if self._hooks:
+            self._compare(optimizer, own, waiting)
+        for key in waiting:
+            del self._written[key]
+        return waiting
+
+    def _compare(self, optimizer: Optimizer, own: list[int], waiting: list[int]) -> None:
+        self._note_move()
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
         if local := [key for key in own if key in self._local and self._params[key][1].grad is not None]:
             self._warn_of_local(optimizer, local[0])
-            return []
-        if changed := [key for key in waiting if self._has_changed(key)]:
+        elif changed := [key for key in waiting if self._has_changed(key)]:
             how = "was written before the step, as by clipping or by a hook of yours. If that changed it, the"
-            self._warn(optimizer, changed[0], how)
+            self._warn_of_change(optimizer, changed[0], how)
         elif thrown_away:
             how = "was thrown away: zero_grad came, and no step before it. The"
-            self._warn(optimizer, thrown_away[0], how, TAKE_TURNS)
-        else:
-            for key in waiting:
-                del self._written[key]
-            return waiting
-        return []
+            self._warn_of_change(optimizer, thrown_away[0], how, TAKE_TURNS)
 
     def _check_scale(self, scaler: Any, optimizer: Optimizer) -> None:
         """Raise ValueError if a scaler scales the loss of this model, and the exchange does not know the factor."""
@@ -199,27 +210,18 @@ class ExchangedGradients:
                 "factor, which changes. Call attach(ddp, ..., loss_scale=scaler.get_scale)."
             )
 
-    def _warn_of_second_pass(self, name: str) -> None:
-        self._end()
-        log.warning(
-            f"{name!r} took no part in this backward pass, and its gradient of an earlier one, which waits for a step, "
-            f"was overwritten. Call the model within no_sync() in all backward passes before a step but the last one."
-        )
-
     def _warn_of_local(self, optimizer: Optimizer, key: int) -> None:
         name, _ = self._params[key]
-        self._end()
-        log.warning(
+        self._warn(
             f"{type(optimizer).__name__} steps with a gradient of {name!r} that ranks have not exchanged, so their "
             f"weights drift apart. With Lightning's manual optimization call self.manual_backward(loss) in place of "
             f"loss.backward(), and once for each step. In plain torch call the last backward pass before a step "
             f"outside of no_sync()."
         )
 
-    def _warn(self, optimizer: Optimizer, key: int, how: str, remedy: str = "") -> None:
+    def _warn_of_change(self, optimizer: Optimizer, key: int, how: str, remedy: str = "") -> None:
         name, _ = self._params[key]
-        self._end()  # the step hook stays, because torch iterates over the step hooks now
-        log.warning(
+        self._warn(
             f"A gradient of {name!r} that ranks exchanged for {type(optimizer).__name__} {how} "
             f"residuals do not take that back: the part that was not sent comes in later steps, and the part that was "
             f"sent is lost. Set exchange='update' of the strategy, or in plain torch call attach_updates: then each "

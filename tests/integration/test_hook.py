@@ -604,6 +604,29 @@ def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of():
     assert found == {case: LOOPS[case[0]][1] for case in cases}
 
 
+def waits(_: int, clips: bool) -> tuple[list[tuple[bool, bool]], int]:
+    """Return, for each step, whether gradients wait before and after it; and the number of messages."""
+    messages = Messages()
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    exchanger = exchange_gradients(ddp, method("topk", density=0.1))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 8)).sum().backward()
+        before = exchanger.gradients_wait([optimizer])
+        if clips:
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        optimizer.step()
+        found.append((before, exchanger.gradients_wait([optimizer])))
+    return found, len(messages.texts)
+
+
+@pytest.mark.parametrize("clips", [True, *in_full(False)])
+def test_gradients_wait_for_their_step_even_after_a_warning(clips):
+    assert run_ranks(1, waits, clips) == [([(True, False)] * 3, int(clips))]
+
+
 def accumulates_and_clips(rank: int, no_sync: bool) -> list[str]:
     messages = Messages()
     ddp = DistributedDataParallel(nn.Linear(30, 30))
