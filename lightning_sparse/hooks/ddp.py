@@ -59,7 +59,8 @@ def attach(
         density_warmup: densities to use in turn before `density`, `density_warmup_steps` steps each.
         density_warmup_steps: number of steps for each density of `density_warmup`.
         loss_scale: the `get_scale` of a GradScaler, if you use one. If a gradient overflows on any rank, all ranks get
-            NaN. Then all scalers skip the step, and no residual changes.
+            NaN. Then all scalers skip the step, and no residual changes. If you accumulate gradients, call all backward
+            passes before a step but the last one within `no_sync()`, because a skipped step loses exchanged gradients.
         on_nonfinite: reaction to a NaN or an infinity in a gradient, without a loss scale. "raise": all ranks raise
             NonFiniteGradient. "skip": all ranks get NaN gradients, and no residual changes; skip the optimizer step
             then.

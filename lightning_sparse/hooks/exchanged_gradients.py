@@ -13,7 +13,7 @@ nothing is sent before the optimizer's step, and a rank may drop any gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,11 +113,21 @@ class ExchangedGradients:
                 f"pass, which waits for a step: the clipped part of that gradient is lost. {NO_SYNC}"
             )
 
-    def on_exchange(self, names: Iterable[str]) -> None:
-        """Record the gradients of these parameters, just after ranks have exchanged them."""
+    def on_exchange(self, names: Collection[str]) -> None:
+        """Record gradients just after ranks have exchanged them.
+
+        Args:
+            names: names of their parameters; empty if ranks skip the step.
+        """
+        if self._earlier and not names:
+            self._warn(
+                f"Ranks skip a step because a gradient is not finite. The exchanged gradient of "
+                f"{self._params[next(iter(self._earlier))][0]!r} of an earlier backward pass waited for this step, so "
+                f"its entries are lost. {NO_SYNC}"
+            )
         # If no rank used a parameter, DDP keeps its gradient.
         lost = [self._params[key][0] for key in self._left_out if key in self._written and self._has_changed(key)]
-        self._left_out.clear()
+        self._left_out, self._earlier = set(), set()
         if lost:
             self._warn(
                 f"{lost[0]!r} took no part in this backward pass, and its gradient of an earlier one, which waits for "

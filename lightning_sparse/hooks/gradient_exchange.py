@@ -223,8 +223,8 @@ class GradientExchanger(Exchanger):
                     f"set its learning rate to 0 until it is to be trained. Or set exchange='update' of the strategy, "
                     f"or in plain torch call attach_updates: then you may freeze and unfreeze parameters at any time."
                 )
-        exchanged, self._step.exchanged = self._step.exchanged, []
-        if self._exchanged is not None and exchanged:
+        exchanged, self._step.exchanged = self._step.exchanged, None
+        if self._exchanged is not None and exchanged is not None:
             note = partial(self._exchanged.on_exchange, exchanged)
             at_end_of_backward(note) if within_backward else note()  # after DDP has written the gradients
 

@@ -46,7 +46,8 @@ class Step:
     """The buckets of the current step. Reduces each segment when its last gradient has arrived.
 
     Attributes:
-        exchanged: names of the parameters that took part in the last complete step; empty if ranks skipped it.
+        exchanged: names of the parameters that took part in the last complete step; empty if ranks skipped it. None
+            before the first one.
     """
 
     def __init__(self, reducer: Reducer, rates: Rates) -> None:
@@ -55,7 +56,7 @@ class Step:
         self._segment_of = {name: segment for segment in reducer.layout.segments for name in segment.names}
         self.buckets: list[Bucket] = []
         self._rates = rates
-        self.exchanged: list[str] = []
+        self.exchanged: list[str] | None = None
         self.arrived: dict[str, Bucket] = {}  # by parameter
         self._missing: dict[int, int] = {}  # number of parameters, by segment
 
@@ -75,6 +76,7 @@ class Step:
                 self._reduce(segment)
         if len(self.arrived) < len(self._segment_of):
             return
+        self.exchanged = []
         if not self._reducer.gradient_check.needs_all_gradients or self._reduce_all():
             self._reducer.finish_step()
             self.exchanged = [name for name, each in self.arrived.items() if name not in each.unused]

@@ -648,6 +648,32 @@ def test_clipping_of_what_ranks_have_exchanged_is_warned_of_once():
     assert run_ranks(2, accumulates_and_clips, True) == [[], []]
 
 
+def accumulates_and_overflows(rank: int, no_sync: bool) -> list[str]:
+    """The second backward pass of the second step has an infinity on rank 1."""
+    messages = Messages()
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    reducer = attach(ddp, "topk", density=0.1, loss_scale=scaler.get_scale)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(3):
+        with ddp.no_sync() if no_sync else contextlib.nullcontext():
+            scaler.scale(ddp(torch.ones(2, 4)).sum()).backward()
+        factor = math.inf if (rank, step) == (1, 1) else 1.0
+        scaler.scale(ddp(torch.ones(2, 4)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert reducer.skipped == 1
+    return messages.texts
+
+
+def test_entries_of_an_earlier_pass_that_a_skipped_step_loses_are_warned_of():
+    (text,), nothing = run_ranks(2, accumulates_and_overflows, False)
+    assert "waited for this step, so its entries are lost. Call the model within no_sync()" in text
+    assert nothing == []
+    assert run_ranks(2, accumulates_and_overflows, True) == [[], []]
+
+
 def trial_after_a_trial(rank: int) -> float:
     comm = ProcessGroupComm()
     grads = {"w": torch.full((8,), math.nan if rank else 1.0)}
