@@ -45,16 +45,16 @@ class ExchangedGradients:
     """Warns once if an exchanged gradient is changed or thrown away before its optimizer's step.
 
     Gradients may accumulate over several exchanges, and a GradScaler may unscale them. It also warns of a step with a
-    gradient that ranks have not exchanged.
+    gradient that ranks have not exchanged. If ranks vote, there is no residual, so gradients may be changed.
 
     Args:
         params: the parameters of a model, by name.
-        reducer: the reducer of their gradients.
+        reducer: the reducer of their gradients. Its method has a residual, or ranks vote.
         known: their optimizers, as far as these have been checked. Of others it warns if gradients are too sparse.
     """
 
     def __init__(self, params: Mapping[str, Tensor], reducer: Reducer, known: Sequence[Optimizer]) -> None:
-        self._reducer = reducer
+        self._reducer, self._votes = reducer, not reducer.method.memory.error_feedback
         self._params = {id(param): (name, param) for name, param in params.items()}
         self._written: dict[int, tuple[int, int]] = {}  # exchanged gradients before their step: state after DDP
         self._thrown_away: set[int] = set()
@@ -105,12 +105,16 @@ class ExchangedGradients:
         keys = [*map(id, params)]
         self._local.difference_update(keys)
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
-        clips = self._reducer.options.clip_norm is not None
-        earlier = (self._params[key][0] for key in keys if clips and key in self._earlier)
+        if not self._votes and self._reducer.options.clip_norm is None:
+            return
+        what, result = "clip_norm clips", "the clipped part of that gradient is lost"
+        if self._votes:
+            what, result = "Ranks vote on", "the earlier result wins again"
+        earlier = (self._params[key][0] for key in keys if key in self._earlier)
         if name := next((name for name in earlier if name not in unused), None):
             self._warn(
-                f"clip_norm clips the gradient of {name!r} together with the exchanged gradient of an earlier backward "
-                f"pass, which waits for a step: the clipped part of that gradient is lost. {NO_SYNC}"
+                f"{what} the gradient of {name!r} together with the exchanged gradient of an earlier backward pass, "
+                f"which waits for a step: {result}. {NO_SYNC}"
             )
 
     def on_exchange(self, names: Collection[str]) -> None:
@@ -139,6 +143,8 @@ class ExchangedGradients:
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether exchanged gradients wait for a step of these optimizers."""
+        if self._votes:  # without a residual no entry is missing in a checkpoint
+            return False
         hooked = filter(has_step_hooks, optimizers)  # steps of others are not noticed
         return any(id(param) in self._written and param.grad is not None for param in parameters_of(hooked))
 
@@ -203,6 +209,8 @@ class ExchangedGradients:
         thrown_away = [key for key in own if key in self._thrown_away] if self._thrown_away else []
         if local := [key for key in own if key in self._local and self._params[key][1].grad is not None]:
             self._warn_of_local(optimizer, local[0])
+        elif self._votes:
+            return
         elif changed := [key for key in waiting if self._has_changed(key)]:
             how = "was written before the step, as by clipping or by a hook of yours. If that changed it, the"
             self._warn_of_change(optimizer, changed[0], how)
@@ -212,7 +220,7 @@ class ExchangedGradients:
 
     def _check_scale(self, scaler: Any, optimizer: Optimizer) -> None:
         """Raise ValueError if a scaler scales the loss of this model, and the exchange does not know the factor."""
-        if self._reducer.gradient_check.get_scale is not None or not scaler.is_enabled():
+        if self._votes or self._reducer.gradient_check.get_scale is not None or not scaler.is_enabled():
             return
         if any(id(param) in self._params for param in parameters_of([optimizer])):
             raise ValueError(

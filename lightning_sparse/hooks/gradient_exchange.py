@@ -99,8 +99,10 @@ class GradientExchanger(Exchanger):
         tracked = params.values() if self._used is not None else ()
         self._hooks = [param.register_post_accumulate_grad_hook(self._mark_used) for param in tracked]
         self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
-        # Only rank 0 checks, and only if there are residuals, because it checks all parameters in each step.
-        warns = self.comm.rank == 0 and self.reducer.method.memory.error_feedback
+        # Only rank 0 checks, and only if it may find something, because it checks all parameters in each step.
+        method = self.reducer.method
+        votes = not method.aggregator.averages and not method.compressor.contracts
+        warns = self.comm.rank == 0 and (method.memory.error_feedback or votes)
         self._exchanged = ExchangedGradients(params, self.reducer, optimizers) if warns else None
 
     def __reduce__(self) -> tuple[Any, ...]:

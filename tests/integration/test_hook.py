@@ -648,6 +648,30 @@ def test_clipping_of_what_ranks_have_exchanged_is_warned_of_once():
     assert run_ranks(2, accumulates_and_clips, True) == [[], []]
 
 
+def accumulates_and_votes(rank: int, name: str, no_sync: bool) -> list[str]:
+    """Clip the gradients, too, which is right if ranks vote."""
+    messages = Messages()
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    attach(ddp, name)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for _ in range(3):
+        with ddp.no_sync() if no_sync else contextlib.nullcontext():
+            ddp(torch.ones(2, 4)).sum().backward()
+        ddp(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return messages.texts
+
+
+@pytest.mark.parametrize("name", ["signum", *in_full("signsgd")])
+def test_the_vote_of_an_earlier_pass_that_wins_again_is_warned_of_once(name):
+    (text,), nothing = run_ranks(2, accumulates_and_votes, name, False)
+    assert text.startswith("Ranks vote on the gradient of 'bias' together with the exchanged gradient of an earlier")
+    assert nothing == []
+    assert run_ranks(2, accumulates_and_votes, name, True) == [[], []]
+
+
 def accumulates_and_overflows(rank: int, no_sync: bool) -> list[str]:
     """The second backward pass of the second step has an infinity on rank 1."""
     messages = Messages()
