@@ -141,8 +141,9 @@ def exchange_gradients(
         exchanger.session.fail(error)
         exchanger.close()
         raise
-    detach(ddp.module)
-    keep_checked(ddp.module, exchanger)
+    for each in ddp.module.modules():
+        detach(each)
+    keep_checked(getattr(ddp.module, "_orig_mod", ddp.module), exchanger)  # attach_updates detaches the inner module
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger
 

@@ -305,6 +305,17 @@ def test_what_is_right_goes_on(made, inside):
     assert (first - flat(network())).abs().max() > 0.01
 
 
+class OptimizedModule(nn.Module):
+    """Like that of torch.compile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(x)
+
+
 def attached_anew(_: int, how: str) -> Tensor:
     net = network()
     first = torch.optim.AdamW(net.parameters())
@@ -317,8 +328,9 @@ def attached_anew(_: int, how: str) -> Tensor:
     if how == "updates":
         attach_updates(net, second)
     else:
-        trained = DistributedDataParallel(net)
+        trained = DistributedDataParallel(OptimizedModule(net) if how == "gradients, compiled" else net)
         attach(trained, "topk")
+        assert misuse.attached(net) is None
     for step in (1, 2):
         torch.manual_seed(10 * step + dist.get_rank())
         second.zero_grad()
@@ -344,8 +356,8 @@ def test_a_trained_model_can_be_scripted_and_its_pickle_needs_no_package():
     assert run_ranks(2, scripted) == [(False, True)] * 2
 
 
-@one_in(3)
-@pytest.mark.parametrize("how", ["updates", "gradients", "gradients at once"])
+@one_in(4)
+@pytest.mark.parametrize("how", ["gradients, compiled", "updates", "gradients", "gradients at once"])
 def test_a_model_can_be_attached_anew(how):
     first, second = run_ranks(2, attached_anew, how)
     assert torch.equal(first, second)
