@@ -122,6 +122,11 @@ def attach_updates(
                 "attach_updates(overlap='backward'): only SparseDDPStrategy exchanges updates during backward. Leave "
                 "overlap out, set overlap='next_step', or train with SparseDDPStrategy."
             )
+        if "clip_norm" in options:
+            raise TypeError(
+                "attach_updates has no option 'clip_norm': call torch.nn.utils.clip_grad_norm_ before "
+                "optimizer.step(), which clips each rank's local gradient."
+            )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
         reducer_options = ReducerOptions.of(locals())
         reducer_options.check_method(resolve_method(method, density, **options), counts_epochs=False)
@@ -201,6 +206,11 @@ def exchange_pending(optimizer: Optimizer) -> None:
         ValueError: the optimizer's updates are not exchanged.
         NonFiniteGradient, RankFailure: as in a step.
     """
+    if isinstance(optimizer, Sequence):
+        raise TypeError(
+            f"exchange_pending got a {type(optimizer).__name__}: give one optimizer of attach_updates. It exchanges "
+            f"the updates of all optimizers of the model."
+        )
     exchange = exchange_of(optimizer)
     if exchange is None:
         raise ValueError(

@@ -2632,6 +2632,10 @@ def test_pending_updates_are_exchanged_when_it_is_asked_for(options):
     assert torch.equal(first[1], first[2])
     with pytest.raises(ValueError, match="exchange_pending got a SGD whose updates are not exchanged"):
         exchange_pending(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1))
+    with pytest.raises(TypeError, match="exchange_pending got a list: give one optimizer of attach_updates"):
+        exchange_pending([])
+    with pytest.raises(TypeError, match=r"'clip_norm': call torch\.nn\.utils\.clip_grad_norm_ before"):
+        attach_updates(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), 0.1), clip_norm=1.0)
 
 
 def interrupted_within_an_exchange(rank: int) -> list[str]:
