@@ -131,6 +131,11 @@ class CLI(LightningCLI):
                 f"density. It comes from the command line or from an earlier file. Add `density: null` next to "
                 f"`method:`."
             )
+        if isinstance(name, str) and name.lstrip().startswith("{"):
+            self.parser.error(
+                f"Strategy {name}: the class is not known, or one of its options is wrong. To see the error, write it "
+                f"in a file, or as `--trainer.strategy.class_path SparseDDPStrategy --trainer.strategy.density 0.01`."
+            )
         if isinstance(name, str) and name.endswith("Strategy"):
             self.parser.error(
                 f"Strategy {name!r} is the name of a class: write `--trainer.strategy.class_path {name}`, or in a file "

@@ -149,6 +149,12 @@ def test_a_class_without_options_makes_each_strategy(name):
     assert type(parser.instantiate_classes(chosen).strategy).__name__ == name
 
 
+def test_a_wrong_option_of_a_class_on_one_line_is_no_unknown_strategy(capsys):
+    message = error_of(capsys, "--trainer.strategy={class_path: SparseDDPStrategy, init_args: {overlap: nextstep}}")
+    assert "the class is not known, or one of its options is wrong" in message
+    assert "choose from ddp" not in message
+
+
 def test_options_of_ddp_are_known_to_the_strategy():
     parser = Parser()
     parser.add_class_arguments(SparseDDPStrategy, fail_untyped=False)
