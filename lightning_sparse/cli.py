@@ -88,15 +88,19 @@ class Parser(LightningArgumentParser):
             same = {"class_path": entry["strategy"].__name__, **entry["init_params"]}
             message += f"\nStrategy {named[1]!r} is a name, which has no options. To set options, write its class: "
             message += " ".join(f"--trainer.strategy.{option}={value}" for option, value in same.items())
+        beside = re.search(r"Given value: \{'class_path': '[^']*', '(?!init_args|dict_kwargs)(\w+)'", message)
+        if beside:
+            message += f"\n{beside[1]!r} is an option of a class: put it under `init_args:`, beside `class_path:`."
         # Errors of our constructors contain "has no option", and already name the remedy.
         unknown = re.search(r"(?<!has no )option '([\w.]+)'|arguments: --([\w.]+)", message, re.IGNORECASE)
         # A nested parser parses the options of a nested class, and the outer parser quotes its message.
-        if unknown and "Did you mean" not in message and "dict_kwargs" not in message:
+        if unknown and not beside and "Did you mean" not in message and "dict_kwargs" not in message:
             subparsers = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
             known = {key for parser in (self, *subparsers) for key in parser.get_defaults().keys()}  # noqa: SIM118
             name = unknown[1] or unknown[2]
             near = did_you_mean(name.rpartition(".")[0], known)  # an earlier part of the name is mistyped
-            if not near and any(name.rpartition(".")[2] in spec.options for spec in METHODS.values()):
+            of_method = any(name.rpartition(".")[2] in spec.options for spec in METHODS.values())
+            if not near and of_method and "method" in known:  # an option of our strategies
                 message += f"\n{name!r} is an option of a method: put it under `dict_kwargs:`, beside `init_args:`."
             else:
                 message += did_you_mean(name, {*known, "init_args"})

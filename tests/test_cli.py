@@ -18,7 +18,7 @@ import examples.models
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, callbacks, cli, compressors
 from lightning_sparse.cli import Parser, main
 from lightning_sparse.strategies.ddp_options import UNSUPPORTED
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, in_full, tiers
 
 ROOT = Path(__file__).parents[1]
 FILES = ("base", "digits", "digits/topk")
@@ -147,6 +147,22 @@ def test_a_class_without_options_makes_each_strategy(name):
     parser.add_argument("--strategy", type=pl.strategies.Strategy)
     chosen = parser.parse_object({"strategy": {"class_path": f"lightning_sparse.{name}"}})
     assert type(parser.instantiate_classes(chosen).strategy).__name__ == name
+
+
+@pytest.mark.parametrize("earlier", [["--trainer.strategy=ddp"], *in_full([])], ids=["a name", "a class"])
+def test_an_option_beside_the_class_path_is_told_its_place(earlier, tmp_path, capsys):
+    text = "trainer: {strategy: {class_path: SparseDDPStrategy, method: topk}}"
+    message = error_of(capsys, *earlier, "--config", written(tmp_path, text))
+    assert "'method' is an option of a class: put it under `init_args:`, beside `class_path:`." in message
+    assert "Did you mean" not in message
+
+
+def test_an_option_of_a_method_in_a_stock_class_is_told_no_wrong_place(tmp_path, capsys):
+    text = "trainer: {strategy: {class_path: DDPStrategy, init_args: {density: 0.1}}}"
+    message = error_of(capsys, "--trainer.strategy=ddp", "--config", written(tmp_path, text))
+    assert "'density' is not accepted" in message
+    assert "put it under" not in message
+    assert "Did you mean" not in message
 
 
 def test_a_wrong_option_of_a_class_on_one_line_is_no_unknown_strategy(capsys):
