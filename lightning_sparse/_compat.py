@@ -291,6 +291,11 @@ def delayed_parameters(ddp: DistributedDataParallel) -> Any:
     return getattr(ddp, "_delay_all_reduce_params", None)
 
 
+def steps_in_backward(ddp: DistributedDataParallel) -> bool:
+    """Return whether torch's `_apply_optimizer_in_backward` steps a parameter of DDP. Private in torch 2.8 to 2.15."""
+    return any(hasattr(param, "_in_backward_optimizers") for param in ddp.module.parameters())
+
+
 def delay_static_graph_again(strategy: Any) -> None:
     """Let Lightning's DDPStrategy, which wraps a model anew, have a static graph's first gradients reduced once more.
 

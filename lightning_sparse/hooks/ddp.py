@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import ddp_parameters, delayed_parameters, hook_name, hook_states, parameters_by_name
+from lightning_sparse._compat import (
+    ddp_parameters,
+    delayed_parameters,
+    hook_name,
+    hook_states,
+    parameters_by_name,
+    steps_in_backward,
+)
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import detach, keep_checked
@@ -165,6 +172,12 @@ def check_no_hook(ddp: DistributedDataParallel) -> None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) sets a communication hook of its own, and DDP takes one. "
             "Leave mixed_precision out, and call the model under torch.autocast; or do not attach."
+        )
+    if steps_in_backward(ddp):
+        raise ValueError(
+            "_apply_optimizer_in_backward steps a parameter of this DistributedDataParallel, which sets a "
+            "communication hook of its own for that, and takes one. Step an optimizer after backward; or leave "
+            "DistributedDataParallel out and call attach_updates(model, _get_in_backward_optimizers(model))."
         )
     if hook := hook_name(ddp):
         raise ValueError(

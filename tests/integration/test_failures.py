@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
@@ -365,7 +366,8 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
     def stock(module: nn.Module, **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(module, **options)
 
-    good = stock(nn.Linear(2, 2))
+    good, stepped = stock(nn.Linear(2, 2)), stock(nn.Linear(2, 2))
+    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
     return [
         caught(lambda: attach(nn.Linear(2, 2))),
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.float64))))),
@@ -373,6 +375,7 @@ def refused(rank: int) -> list[tuple[str, str, float]]:
         caught(lambda: attach(stock(Odd(torch.ones(2, dtype=torch.complex64)), init_sync=False))),
         caught(lambda: attach(stock(nn.Embedding(4, 4, sparse=True)))),
         caught(lambda: attach(stock(nn.Linear(2, 2), skip_all_reduce_unused_params=True))),
+        caught(lambda: attach(stepped)),
         caught(lambda: attach(good, "topk", density_warmup=[0.1])),
         caught(lambda: attach(good, "topkk")),
         caught(lambda: attach(good, "diloco")),
@@ -394,6 +397,7 @@ def test_what_is_refused_says_why():
             ),
             ("TypeError", "is an embedding with sparse=True: sparse gradients cannot be compressed. Set sparse=False"),
             ("ValueError", "skip_all_reduce_unused_params=...) bypasses the exchange of gradients"),
+            ("ValueError", "_apply_optimizer_in_backward steps a parameter of this DistributedDataParallel"),
             ("ValueError", "density_warmup=(0.1,) without epochs: say how many steps"),
             ("ValueError", "Method 'topkk' is not known; choose from dense, topk"),
             ("ValueError", "is made to exchange updates. Use attach_updates(model, optimizer, ...), or another method"),
