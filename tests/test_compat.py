@@ -33,6 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -348,6 +349,16 @@ def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
 
 def test_ddp_says_which_parameters_its_hook_gets():
     assert run_ranks(1, parameters_of_ddp) == [([2], 0, [4])]
+
+
+def stepped_in_backward(rank: int) -> list[bool]:
+    models = [DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
+    _apply_optimizer_in_backward(torch.optim.SGD, models[1].parameters(), {"lr": 0.1})
+    return [*map(_compat.steps_in_backward, models)]
+
+
+def test_optimizers_that_step_in_backward_are_found():
+    assert run_ranks(1, stepped_in_backward) == [[False, True]]
 
 
 class Steps(pl.LightningModule):
