@@ -185,8 +185,18 @@ class ExchangedGradients:
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_scale(scaler, optimizer)
-        self._look(optimizer)
-        return step(scaler, optimizer, *args, **kwargs)
+        keys, steps = self._look(optimizer), list[Optimizer]()
+        if not keys or self._votes or not has_step_hooks(optimizer):
+            return step(scaler, optimizer, *args, **kwargs)
+        with optimizer.register_step_pre_hook(lambda optimizer, *_: steps.append(optimizer)):
+            result = step(scaler, optimizer, *args, **kwargs)
+        if not steps and self._hooks:  # if a gradient of this model had overflowed, nothing would have been exchanged
+            self._warn(
+                f"A GradScaler skips the step of {type(optimizer).__name__}, but the gradient of "
+                f"{self._params[keys[0]][0]!r} was exchanged: its entries are lost. If the optimizer steps another "
+                f"model, too, put both into one DistributedDataParallel, or call attach_updates."
+            )
+        return result
 
     def _unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         self._check_scale(scaler, optimizer)

@@ -672,6 +672,34 @@ def test_the_vote_of_an_earlier_pass_that_wins_again_is_warned_of_once(name):
     assert run_ranks(2, accumulates_and_votes, name, True) == [[], []]
 
 
+def encoder_and_decoder(rank: int, together: bool) -> list[str]:
+    """The gradient of the decoder alone overflows, in the second step."""
+    messages = Messages()
+    both = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    models = [DistributedDataParallel(nn.Sequential(*both))] if together else [*map(DistributedDataParallel, both)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for each in models:
+        attach(each, "topk", density=0.1, loss_scale=scaler.get_scale)
+    optimizer = torch.optim.SGD(both.parameters(), 0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.ones(2, 4)
+        for each in models:
+            x = each(x)
+        with both[1].bias.register_hook(lambda grad: grad * math.inf) if step == 1 else contextlib.nullcontext():
+            scaler.scale(x.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return messages.texts
+
+
+def test_a_step_that_a_scaler_skips_for_another_model_is_warned_of():
+    (text,), nothing = run_ranks(2, encoder_and_decoder, False)
+    assert text.startswith("A GradScaler skips the step of SGD, but the gradient of 'weight' was exchanged")
+    assert nothing == []
+    assert run_ranks(2, encoder_and_decoder, True) == [[], []]
+
+
 def accumulates_and_overflows(rank: int, no_sync: bool) -> list[str]:
     """The second backward pass of the second step has an infinity on rank 1."""
     messages = Messages()
