@@ -83,6 +83,8 @@ class UnattachedOptimizerCheck:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._own:
             self._inside = False
+            if (model := self._model()) is not None:
+                RefuseDDP.end(model)
             return
         unchanged = self._steps_before.pop(id(optimizer), None) == self._steps and not self._inside
         model = self._model()
@@ -265,11 +267,18 @@ class RefuseDDP:
     """Makes a model's forward pass raise an error if DistributedDataParallel wraps it. It can be pickled.
 
     It checks all passes up to the first one after an exchange, because the model may be wrapped after an evaluation.
-    Then the hook goes: TorchScript takes no model with it, and a saved model would need this package.
+    Then the hook goes: TorchScript takes no model with it, and a saved model would need this package. Under
+    torch.compile it does not check.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._hook = model.register_forward_pre_hook(self)
+        self._hook = _refusing[model] = model.register_forward_pre_hook(self)
+
+    @staticmethod
+    def end(model: nn.Module) -> None:
+        """Remove the model's hook at the second exchange, because torch.compile does not call the hook."""
+        if model in _refusing and ((exchange := attached(model)) is None or exchange.reducer.step > 1):
+            _refusing.pop(model).remove()
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
         """Check one pass."""
@@ -315,6 +324,7 @@ def _explain(model: nn.Module, *_: Any) -> None:
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientExchanger]] = weakref.WeakKeyDictionary()
+_refusing: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 _explaining: weakref.WeakKeyDictionary[nn.Module, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 

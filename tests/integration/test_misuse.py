@@ -350,6 +350,24 @@ def scripted(_: int) -> tuple[bool, bool]:
     return b"lightning_sparse" in pickle.dumps(net), torch.equal(torch.jit.script(net)(x), net(x))
 
 
+def hooks_of_a_compiled_model(_: int) -> list[int]:
+    """A traced hook does nothing."""
+    net, found = network(), []
+    optimizer = torch.optim.AdamW(net.parameters())
+    attach_updates(net, optimizer)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        for step in range(3):
+            gradients(net, step)
+            found.append(len(net._forward_pre_hooks))
+            optimizer.step()
+    return found
+
+
+def test_the_hook_that_looks_for_ddp_goes_from_a_compiled_model_at_the_second_exchange():
+    assert run_ranks(2, hooks_of_a_compiled_model) == [[1, 1, 0]] * 2
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_a_trained_model_can_be_scripted_and_its_pickle_needs_no_package():
