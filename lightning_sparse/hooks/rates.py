@@ -113,5 +113,6 @@ class Rates:
             log.warning(
                 f"Learning rates differ among ranks; that of the first parameter group is {of}. Each rank takes steps "
                 f"of another size: if ranks exchange gradients, their weights drift apart. A ReduceLROnPlateau needs a "
-                f"metric that is equal on all ranks: self.log(..., sync_dist=True), or an all-reduced one."
+                f"metric that is equal on all ranks: self.log(..., sync_dist=True), or an all-reduced one. A schedule "
+                f"that waits if a gradient scaler skips a step lags on one rank: step it always."
             )

@@ -706,6 +706,7 @@ def test_rates_are_compared_in_a_plain_loop_with_local_steps(monkeypatch):
 
     (text,), silent = run_ranks(2, rank)
     assert "0.1 on rank 0, 0.05 on rank 1" in text
+    assert "if a gradient scaler skips a step lags on one rank: step it always" in text
     assert silent == []
 
 
