@@ -37,7 +37,10 @@ TAKE_TURNS = (
     "find_unused_parameters=True; in plain torch call the model within its no_sync()."
 )
 """A further remedy if a gradient was thrown away."""
-NO_SYNC = "Call the model within no_sync() in all backward passes before a step but the last one."
+NO_SYNC = (
+    "Call the model within no_sync(), in Lightning within trainer.strategy.block_backward_sync(), in all backward "
+    "passes before a step but the last one."
+)
 """The remedy if a later backward pass spoils the result of an earlier one."""
 
 
