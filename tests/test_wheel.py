@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.kernels import native
-from tests.support.tiers import full, tiers
+from tests.support.tiers import exhaustive, full, tiers
 
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('made'))"
@@ -107,7 +107,7 @@ def test_a_library_of_earlier_sources_is_not_packed(tmp_path):
         assert not [name for name in opened.namelist() if name.endswith(".so")]
 
 
-@full
+@exhaustive
 @on_linux
 @pytest.mark.parametrize("flags", ["-ffast-math", "-Ofast"])
 def test_flags_of_the_environment_do_not_change_results(flags, tmp_path):

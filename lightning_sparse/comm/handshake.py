@@ -67,7 +67,7 @@ class Handshake:
         timeout: time to wait for the slowest rank.
         has_ended: returns whether a rank's connections are closed, or None if this is unknown.
         part: this rank's part of the group; None is the whole group.
-        attempt: number of earlier attempts of this rank in this group. Each ends on all ranks, in the same way.
+        attempt: number of this attempt, equal on all ranks and new in this group.
     """
 
     def __init__(

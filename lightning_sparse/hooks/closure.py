@@ -93,7 +93,10 @@ def replace_closure(args: Any, kwargs: Any, evaluate: Callable[[Callable[[], Any
     closure = kwargs["closure"] if "closure" in kwargs else [*args, None][1]
     if not callable(closure):
         return None
-    replaced = partial(evaluate, closure)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return evaluate(partial(closure, *args, **kwargs))
+
     if "closure" in kwargs:
         return args, {**kwargs, "closure": replaced}
     return (args[0], replaced, *args[2:]), kwargs

@@ -148,8 +148,10 @@ def exchange_gradients(
         exchanger.session.fail(error)
         exchanger.close()
         raise
+    exchanged = {*map(id, params.values())}
     for each in ddp.module.modules():
-        detach(each)
+        if not exchanged.isdisjoint(map(id, each.parameters())):
+            detach(each)
     keep_checked(getattr(ddp.module, "_orig_mod", ddp.module), exchanger)  # attach_updates detaches the inner module
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger

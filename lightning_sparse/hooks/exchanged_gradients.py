@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import unserializable_hook
 
-from lightning_sparse._compat import has_step_hooks, version
+from lightning_sparse._compat import has_step_hooks, have_hooks_called, version
 from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.optimizer_kinds import warn_at_first_steps
 from lightning_sparse.hooks.scalers import unwrap, wrap
@@ -160,8 +160,9 @@ class ExchangedGradients:
         if not self._looked:  # the first gradient of this backward pass
             self._looked = True
             self._note_move()
-            self._thrown_away |= {key for key in self._written if self._has_changed(key)}
-            self._earlier = self._written.keys() - self._thrown_away
+            thrown_away = {key for key in self._written if self._has_changed(key)}
+            self._earlier = self._written.keys() - thrown_away
+            self._thrown_away |= thrown_away
 
     def _accumulated(self, param: Tensor) -> None:
         self._written.pop(id(param), None)
@@ -191,6 +192,7 @@ class ExchangedGradients:
         keys, steps = self._look(optimizer), list[Optimizer]()
         if not keys or self._votes or not has_step_hooks(optimizer):
             return step(scaler, optimizer, *args, **kwargs)
+        have_hooks_called(optimizer)
         with optimizer.register_step_pre_hook(lambda optimizer, *_: steps.append(optimizer)):
             result = step(scaler, optimizer, *args, **kwargs)
         if not steps and self._hooks:  # if a gradient of this model had overflowed, nothing would have been exchanged

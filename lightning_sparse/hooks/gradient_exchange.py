@@ -131,12 +131,15 @@ class GradientExchanger(Exchanger):
             before: `reductions` when the step began.
 
         Raises:
-            RuntimeError: on all ranks, if an earlier evaluation in this step has exchanged compressed gradients.
+            RuntimeError: on all ranks, if this evaluation and an earlier one of the step have exchanged compressed
+                gradients.
         """
-        has_exchanged = self.reductions > before and self.reducer.method.compresses
-        if has_exchanged and any(id(param) in self._known for param in parameters_of([optimizer])):
+        start = self.reductions
+        result = closure()
+        exchanged_twice = before < start < self.reductions and self.reducer.method.compresses
+        if exchanged_twice and any(id(param) in self._known for param in parameters_of([optimizer])):
             raise self._fail_with(closure_called_twice_message(optimizer, self.reducer.method))
-        return closure()
+        return result
 
     def enqueue(self, bucket: Any) -> Any:
         """Pass one of DDP's buckets to the thread; DDP calls it within backward."""

@@ -225,7 +225,7 @@ class Session:
         self._pid = os.getpid()
         self.device, self._groups = device, groups
         self._closed = self._freed = False
-        self._explained: int | None = None  # id of an error
+        self._reported: int | None = None  # id of the last error of this rank
         self.error: BaseException | None = None
         self._done: Callable[[], bool] = _nothing_to_wait_for  # whether the device no longer waits for ranks
         self._seen_done = self._done
@@ -398,8 +398,8 @@ class Session:
         is_broken = _is_broken(error)
         if self.is_closed or (in_model and not is_broken):
             return
-        if is_broken and self._explained != id(error):
-            self._explained = id(error)  # a checkpoint on the exception reports the same error again
+        is_new, self._reported = self._reported != id(error), id(error)
+        if is_broken and is_new:  # a checkpoint on the exception reports the same error again
             # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
                 if cause := self.comm.peers.diagnose(None) if in_model else self.comm.diagnose():
@@ -523,7 +523,7 @@ class Session:
                 self._seen_done = done
             elif done is not self._seen_done:
                 self.comm.raise_if_peer_failed()
-            elif (reason := self.comm.peers.reported()) and self._looks_ahead:
+            elif self._reported is None and (reason := self.comm.peers.reported()) and self._looks_ahead:
                 raise RankFailure(reason)
         except Exception as error:
             # The training thread may wait for the failed rank, for the device or in a collective of the model. It

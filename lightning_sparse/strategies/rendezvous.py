@@ -36,6 +36,11 @@ class Rendezvous:
         """
         Rendezvous._runs += 1
         self._fits = 0
+        if dist.is_initialized():  # by an earlier run
+            self.number_handshakes()
+
+    def number_handshakes(self) -> None:
+        """Number this run's handshakes. The process group exists."""
         number_handshakes(self._runs)
 
     def end_fit(self) -> None:

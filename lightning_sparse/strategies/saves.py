@@ -132,10 +132,19 @@ def snapshot(state: dict[str, Any], io: Any) -> dict[str, Any]:
     """
     if writes_at_once(io):
         return state
-    copied = copy.copy(state)  # it keeps a module's versions, which are an attribute
+    copies: dict[Any, Tensor] = {}
+
+    def copied(x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            return x.detach().to("cpu", copy=True)
+        place = x.data_ptr(), x.dtype, x.shape, x.stride()  # tied weights stay tied
+        copies[place] = found = copies.get(place, x.detach().to("cpu", copy=True))
+        return found
+
+    result = copy.copy(state)  # it keeps a module's versions, which are an attribute
     for name, value in state.items():
-        copied[name] = apply_to_collection(value, Tensor, lambda x: x.detach().to("cpu", copy=True))
-    return copied
+        result[name] = apply_to_collection(value, Tensor, copied, allow_frozen=True)
+    return result
 
 
 def writes_at_once(io: Any) -> bool:

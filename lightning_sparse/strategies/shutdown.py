@@ -40,13 +40,14 @@ class CoordinatedShutdown:
     """Replaces Lightning's handling of SIGTERM, from before Lightning sets its handlers until `close`.
 
     Args:
+        trainer: the Trainer, also an attribute.
         comm: the connection of the exchange.
         launched: whether another process has started the ranks, by fork or spawn. That process waits for their result,
             and for ever if they end with exit status 0. Callbacks do not get the exception then.
     """
 
     def __init__(self, trainer: Any, comm: ProcessGroupComm, *, launched: bool) -> None:
-        self._trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
+        self.trainer, self._pid, self._launched, self._ends = trainer, os.getpid(), launched, False
         self._termination = Termination(comm.store, comm.peers)
         self._undo = replace_signal_functions(trainer, self._on_sigterm, self._on_requeue)
         self._inits = weakref.WeakKeyDictionary[Any, Any]()  # the `worker_init_fn` of each loader before
@@ -54,7 +55,7 @@ class CoordinatedShutdown:
     def protect_workers(self, loader: Any) -> None:
         """Let the workers of a DataLoader survive SIGTERM."""
         if getattr(loader, "num_workers", 0) and hasattr(loader, "worker_init_fn") and hasattr(signal, "alarm"):
-            seed_workers(self._trainer, loader)
+            seed_workers(self.trainer, loader)
             if getattr(loader.worker_init_fn, "func", None) is not survive_sigterm:  # of the same fit
                 self._inits[loader] = loader.worker_init_fn
                 loader.worker_init_fn = partial(survive_sigterm, loader.worker_init_fn)
@@ -68,11 +69,11 @@ class CoordinatedShutdown:
         """End on all ranks if a rank has received the signal in the last batch of training."""
         if self._termination.finish():
             self._end()
-            raise sigterm_exception(self._trainer)
+            raise sigterm_exception(self.trainer)
 
     def ends_by(self, error: BaseException | None) -> bool:
         """Return whether Lightning ends training by this error, on all ranks after the same batch."""
-        return self._ends and isinstance(error, sigterm_exception(self._trainer))
+        return self._ends and isinstance(error, sigterm_exception(self.trainer))
 
     def explain(self, error: BaseException) -> None:
         """If another rank received SIGTERM, set the error's message and this process's exit status 1.
@@ -82,7 +83,7 @@ class CoordinatedShutdown:
         if not isinstance(error, SystemExit) or not self.ends_by(error):
             return
         if "(SIGTERM)" not in self._termination.reason:
-            save_and_requeue(self._trainer)
+            save_and_requeue(self.trainer)
         elif not self._termination.requested:
             error.code = self._reason()
             error.args = (error.code,)
@@ -102,10 +103,10 @@ class CoordinatedShutdown:
     def _end(self) -> None:
         self._ends = True
         if self._launched:
-            raise sigterm_exception(self._trainer)(self._reason())
+            raise sigterm_exception(self.trainer)(self._reason())
         if self._termination.requested:  # the other ranks end with this message
             log.warning(self._reason())
-        receive_sigterm(self._trainer)
+        receive_sigterm(self.trainer)
 
     def _reason(self) -> str:
         return f"{self._termination.reason} So all ranks end after the same batch."
@@ -115,7 +116,7 @@ class CoordinatedShutdown:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        launcher = self._trainer.strategy.launcher
+        launcher = self.trainer.strategy.launcher
         if not self._termination.requested and launcher is not None:
             launcher.kill(number)  # the ranks that this process has started
         self._termination.request()

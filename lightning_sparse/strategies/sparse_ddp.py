@@ -113,8 +113,8 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         """Return the exchange whose state belongs to a checkpoint; none if this process does not train."""
         if self._reducer is None:
             log.warning(
-                f"{str(filepath)!r} gets no residuals: they belong to the processes and weights of training. Save from "
-                f"within fit, with ModelCheckpoint for example."
+                f"{str(filepath)!r} gets no residuals: they belong to the processes that trained, which are not this "
+                f"one. Save from within fit, with ModelCheckpoint for example."
             )
             return []
         if self.exchanger is not None:
@@ -136,7 +136,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         self._loaded_from = checkpoint_path
         module: Any = self.lightning_module
         if self._reducer is not None and self.exchanger is None and module.trainer.state.fn != "fit":
-            self._reducer = None  # the residuals of the last fit do not belong to the weights of an evaluation
+            self._reducer.segment_states.clear()  # residuals of the last fit do not belong to an evaluation's weights
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

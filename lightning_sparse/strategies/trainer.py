@@ -78,10 +78,14 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
         return self._training.wait()
 
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._rendezvous.begin_run()  # before code of the user, which may fail on one rank alone
+
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.world_size > 1:
-            self._rendezvous.begin_run()
+            self._rendezvous.number_handshakes()
         self._destroys_groups_at_exit()
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -207,7 +211,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         shutdown, self._shutdown = self._shutdown, None
         if shutdown is not None:
             shutdown.close()
-            callbacks = self.lightning_module.trainer.callbacks
+            callbacks = shutdown.trainer.callbacks  # the module may have another trainer now
             callbacks[:] = [each for each in callbacks if getattr(each, "on_exception", None) != self._report]
         self._training.close()
         if self.exchanger is not None:

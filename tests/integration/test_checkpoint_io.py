@@ -1,6 +1,7 @@
 """Checkpoints have their sidecar files and no others, with every CheckpointIO and at every time of writing."""
 
 import copy
+import dataclasses
 import io
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
+from lightning_sparse.strategies import saves
 from tests.integration.checkpoints import MOMENTUM, At, AtStart, Scored, error_of, fit, misplaced, result, saving
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
 from tests.support.tiers import full, tiers
@@ -366,6 +368,35 @@ def test_a_writer_that_comes_later_gets_weights_and_moments_that_no_step_changes
 
     found, _ = lightning_ranks(2, rank)
     assert found == [True] * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """A state of a module's own."""
+
+    x: torch.Tensor
+
+
+def test_copies_for_a_later_writer_stay_tied_and_keep_versions_and_states_of_other_types():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.BatchNorm1d(4)
+            self.first.bias = self.first.weight
+
+        def get_extra_state(self):
+            return Extra(torch.ones(2))
+
+        def set_extra_state(self, state):
+            pass
+
+    state = Tied().state_dict()
+    copied = saves.snapshot(state, Late())
+    assert copied._metadata == state._metadata
+    assert copied["first.weight"].data_ptr() == copied["first.bias"].data_ptr() != state["first.weight"].data_ptr()
+    assert copied["first.running_var"].data_ptr() != copied["first.weight"].data_ptr()
+    assert torch.equal(copied["_extra_state"].x, torch.ones(2))
+    assert saves.snapshot(state, TorchCheckpointIO()) is state
 
 
 def test_with_fabric_a_later_writer_gets_them_too(tmp_path):

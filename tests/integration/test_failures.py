@@ -484,6 +484,25 @@ def test_an_error_of_the_rank_that_hosts_the_store_reaches_ranks_that_are_busy_e
     assert text.startswith("Rank 0 failed at step 2: ValueError: the disk is full")
 
 
+def looks_after_its_report(rank: int) -> list[bool]:
+    """Fail after an exchange; then the look-out of this rank, and that of the other one, look once more."""
+    begin, step = training("update")
+    begin("topk", local_steps=2)
+    step()
+    step()
+    (mine,) = [each for each in session._sessions if each.comm.group is not None and not each.is_closed][-1:]
+    if rank == 0:
+        mine.fail(ValueError("of the user"))
+    dist.barrier()
+    mine.look()
+    return [mine.error is not None]
+
+
+def test_a_rank_does_not_take_its_own_report_for_that_of_another():
+    """Its step is complete, so a checkpoint on the exception may have its residuals."""
+    assert run_ranks(2, looks_after_its_report) == [[False], [True]]
+
+
 class Breaks(Net):
     """Fails on rank 0 in its second step."""
 
@@ -545,6 +564,36 @@ def test_an_error_of_one_rank_after_its_fit_leaves_the_next_fit_alone():
     first, second = lightning_ranks(2, fits_again, timeout=8, patience=60)
     assert first == ([("OSError", "cannot send the summary"), good], True)
     assert second == ([good, good], True)
+
+
+class LacksATemplate(Net):
+    """Fails on rank 1 before the strategy sets up its environment."""
+
+    fails = False
+
+    def configure_callbacks(self) -> list[Any]:
+        if self.fails:
+            raise OSError("no such template")
+        return []
+
+
+def fails_in_its_second_run(rank: int) -> list[tuple[str, str]]:
+    found = []
+    for run in range(2):
+        net = LacksATemplate()
+        net.fails = (run, rank) == (1, 1)
+        kind, text, _ = caught(partial(trainer(strategy("topk", 0.1), 2).fit, net, Loader(rank, 2, batches=2)))
+        found.append((kind, text))
+    return found
+
+
+@full
+def test_an_error_of_one_rank_at_the_start_of_a_later_run_reaches_the_others():
+    good = ("no error", "")
+    first, second = lightning_ranks(2, fails_in_its_second_run, timeout=8, patience=60)
+    assert first[0] == good
+    assert first[1][1].startswith("Rank 1 failed: OSError: no such template")
+    assert second == [good, ("OSError", "no such template")]
 
 
 SCRIPT = """

@@ -534,6 +534,32 @@ def test_an_optimizer_that_evaluates_its_closure_twice_raises_an_error_on_all_ra
         assert ("attach_updates" in text) == (name == "topk")
 
 
+def with_a_line_search(rank: int) -> list[float]:
+    """The closure is evaluated again without a backward pass, and with an argument."""
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    reducer = attach(ddp, "topk")
+
+    class Search(torch.optim.SGD):
+        def step(self, closure: Any) -> float:
+            loss = closure(0.0)
+            loss.backward()
+            super().step()
+            with torch.no_grad():
+                return float(closure(1.0))
+
+    optimizer = Search(ddp.parameters(), 0.1)
+    return [optimizer.step(lambda more: ddp(torch.ones(2, 8)).square().mean() + more) for _ in range(3)] + [
+        reducer.step
+    ]
+
+
+def test_a_closure_that_is_evaluated_again_without_an_exchange_is_right():
+    (*first, steps), second = run_ranks(2, with_a_line_search)
+    assert [*first, steps] == second
+    assert steps == 3
+    assert first[0] > first[1] > first[2] > 1
+
+
 CHANGED = "A gradient of "
 LOOPS = {  # one batch each, and the start of its warning
     "a plain loop": ("backward step zero", ""),
@@ -649,11 +675,13 @@ def test_clipping_of_what_ranks_have_exchanged_is_warned_of_once():
 
 
 def accumulates_and_votes(rank: int, name: str, no_sync: bool) -> list[str]:
-    """Clip the gradients, too, which is right if ranks vote."""
+    """Throw away a first gradient, and clip the others, which is right if ranks vote."""
     messages = Messages()
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     attach(ddp, name)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
     for _ in range(3):
         with ddp.no_sync() if no_sync else contextlib.nullcontext():
             ddp(torch.ones(2, 4)).sum().backward()
