@@ -20,6 +20,7 @@ from lightning_sparse.hooks import agree
 from lightning_sparse.methods import Method
 from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.strategies.fit_checks import check_optimizers, check_placement
+from lightning_sparse.strategies.saves import snapshot
 from lightning_sparse.strategies.summary import run_summary
 from lightning_sparse.strategies.training import Training
 
@@ -149,6 +150,12 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
     def all_ranks_present(self) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call."""
         return True
+
+    # Checkpoints:
+
+    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of a model or an optimizer for the CheckpointIO, which writes those of global rank 0."""
+        return snapshot(state, self.checkpoint_io) if self.is_global_zero else state
 
     # The exchange:
 

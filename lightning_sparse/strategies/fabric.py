@@ -31,7 +31,6 @@ from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.fabric_calls import FabricCalls
 from lightning_sparse.strategies.fit_checks import check_not_wrapped
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.saves import snapshot
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
@@ -189,9 +188,6 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._snapshot(super().get_optimizer_state(optimizer))
-
-    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
-        return snapshot(state, self.checkpoint_io) if self.is_global_zero else state
 
     def _parts(self, state: Mapping[str, Any]) -> list[Part]:
         """Return the exchanges of the optimizers in a checkpoint's state. Residuals go with the optimizers."""

@@ -106,7 +106,11 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         if self.may_be_alone and not self._is_distributed:
             self._training.fail(sys.exc_info()[1] or RuntimeError("Training was interrupted."))
             raise RuntimeError("The weights are not saved: training failed, and whole weights need all ranks.")
-        return self._training.state_dict(super().lightning_module_state_dict)
+        return self._snapshot(self._training.state_dict(super().lightning_module_state_dict))
+
+    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
+        # Torch writes distributed checkpoints at once, without the CheckpointIO.
+        return state if self._is_distributed else super()._snapshot(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save, has_optimizers = super().save_checkpoint, "optimizer_states" in checkpoint

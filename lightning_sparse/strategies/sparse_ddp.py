@@ -19,7 +19,6 @@ from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
 from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.gradient_training import GradientTraining
-from lightning_sparse.strategies.saves import snapshot
 from lightning_sparse.strategies.trainer import TrainerCalls
 from lightning_sparse.strategies.trainer_updates import TrainerUpdates
 from lightning_sparse.strategies.training import Training
@@ -91,12 +90,6 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._snapshot(self._training.state_dict(super().lightning_module_state_dict))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._snapshot(super().optimizer_state(optimizer))
-
-    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
-        return snapshot(state, self.checkpoint_io) if self.is_global_zero else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         def enter(infos: Infos) -> None:

@@ -168,6 +168,9 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         if self._shutdown is not None:
             self._shutdown.finish()
 
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        return self._snapshot(super().optimizer_state(optimizer))
+
     # After an error:
 
     @property

@@ -292,6 +292,39 @@ def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_f
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", "best.ckpt.residuals", "later.ckpt"]
 
 
+class Later(TorchCheckpointIO):
+    """Keeps checkpoints, as if it wrote them after training."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: Any, *_: Any, **__: Any) -> None:
+        self.kept.append(checkpoint["state_dict"])
+
+
+class SavesEachStep(pl.Callback):
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.weights.append({name: x.clone() for name, x in whole(module).items()})
+        trainer.save_checkpoint("unused.ckpt", weights_only=True)
+
+
+def written_later(rank: int) -> list[bool]:
+    later, saves = Later(), SavesEachStep()
+    strategy = hsdp("topk", density=0.2, replicas=4, save_distributed_checkpoint=False)
+    fitted(strategy, max_steps=3, callbacks=[saves], plugins=[later])
+    pairs = zip(later.kept, saves.weights, strict=rank == 0)
+    return [all(torch.equal(kept[name], then[name]) for name in then) for kept, then in pairs]
+
+
+@full
+def test_a_writer_that_comes_later_gets_weights_that_no_exchange_changes():
+    """With one shard in each replica, gathered weights are the shards themselves."""
+    assert lightning_ranks(4, written_later)[0] == [True] * 3
+
+
 def dense_after_sparse(rank: int, folder: str) -> list[str]:
     _, run = fitted(hsdp("topk", density=0.2), max_steps=2)
     run.save_checkpoint(f"{folder}/a.ckpt")
