@@ -120,9 +120,14 @@ class Method:
         return not isinstance(self.compressor, Identity)
 
     @property
+    def sends_few(self) -> bool:
+        """Whether ranks send only a part of the entries."""
+        return (self.density or 1) < 1
+
+    @property
     def is_sparse(self) -> bool:
         """Whether most entries stay in a residual. If so, adaptive optimizers should exchange updates instead."""
-        return self.memory.error_feedback and (self.density or 1) < 1
+        return self.memory.error_feedback and self.sends_few
 
 
 def _name_of(given: Method) -> str | None:

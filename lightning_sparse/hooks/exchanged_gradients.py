@@ -67,7 +67,7 @@ class ExchangedGradients:
         self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._may_move = True  # until the first look after the first backward pass
         self._step_hooks = [register_optimizer_step_pre_hook(self._before_step)]
-        if (reducer.method.density or 1) < 1:
+        if reducer.method.sends_few:
             self._step_hooks.append(warn_at_first_steps([*self._params], known))
         # A copy of the model in another process needs no hooks, so torch need not warn that the copy lacks them.
         before = unserializable_hook(partial(self._before_accumulation))  # which marks it; a method takes no mark
@@ -110,13 +110,13 @@ class ExchangedGradients:
         self._left_out |= {key for key in keys if key in self._written and self._params[key][0] in unused}
         if not self._votes and self._reducer.options.clip_norm is None:
             return
-        what, result = "clip_norm clips", "the clipped part of that gradient is lost"
+        cause, result = "clip_norm clips", "the clipped part of that gradient is lost"
         if self._votes:
-            what, result = "Ranks vote on", "the earlier result wins again"
+            cause, result = "Ranks vote on", "the earlier result wins again"
         earlier = (self._params[key][0] for key in keys if key in self._earlier)
         if name := next((name for name in earlier if name not in unused), None):
             self._warn(
-                f"{what} the gradient of {name!r} together with the exchanged gradient of an earlier backward pass, "
+                f"{cause} the gradient of {name!r} together with the exchanged gradient of an earlier backward pass, "
                 f"which waits for a step: {result}. {NO_SYNC}"
             )
 

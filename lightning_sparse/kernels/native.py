@@ -121,7 +121,7 @@ def check_part(name: str, part: Tensor, least: int, dtype: torch.dtype) -> None:
         ValueError: the part has fewer elements than `least`.
     """
     if part.dtype is not dtype:
-        raise TypeError(f"The payload's {name} are {dtype}, but got {part.dtype}: decode what compress returned.")
+        raise TypeError(f"The payload's {name} are {dtype}, but got {part.dtype}: decode the payload of compress.")
     if part.numel() < least:
         raise ValueError(
             f"The payload's {name} have {part.numel()} elements, but the segment takes {least}: decode a payload in "

@@ -65,11 +65,6 @@ class GradientTraining(Training):
         )
         self._step_hook = register_optimizer_step_pre_hook(self._before_any_step)
 
-    @property
-    def _sends_few(self) -> bool:
-        """Whether ranks send only a part of the entries."""
-        return (self._method.density or 1) < 1
-
     def begin(self) -> None:
         wrap("scale", self._scaled_loss)
         self._warn_of_optimizers()
@@ -105,7 +100,7 @@ class GradientTraining(Training):
         """Warn on rank 0 of optimizers that do not go with the method."""
         if self._strategy.global_rank == 0:
             optimizers = [each for each in self.optimizers if each.param_groups]  # Lightning's stand-in has none
-            if self._sends_few:
+            if self._method.sends_few:
                 warn_of_sparse_gradients(optimizers)
             warn_of_two_momenta(optimizers, self._method)
 
@@ -175,7 +170,7 @@ class GradientTraining(Training):
         result = step(once)
         if not self._has_stepped:  # by now, Fabric has set up all optimizers, and there are gradients
             self._has_stepped = True
-            if self._strategy.global_rank == 0 and self._sends_few:
+            if self._strategy.global_rank == 0 and self._method.sends_few:
                 warn_of_unstepped(self.exchanger.params, self.optimizers)
         return result
 
