@@ -18,11 +18,13 @@ import re
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +142,13 @@ def _is_broken(error: BaseException) -> bool:
     )
 
 
+@cache
+def _source_hash() -> str:
+    """Return a hash of this package's source files: clones of different commits may have one version number."""
+    files = sorted(Path(lightning_sparse.__file__).parent.rglob("*.py"))
+    return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
+
+
 def _handshake(
     comm: ProcessGroupComm,
     timeout: timedelta = timedelta(seconds=CONNECT_SECONDS),
@@ -242,7 +251,8 @@ class Session:
             others = settings()
         name = _handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
             {
-                "__version__ of lightning_sparse": lightning_sparse.__version__,  # the first in the order of names
+                # The first in the order of names.
+                "__version__ of lightning_sparse": f"{lightning_sparse.__version__} (source files {_source_hash()})",
                 "method": repr(method),
                 "exchanged": repr(exchanged),
                 "size of the group": self.comm.size,

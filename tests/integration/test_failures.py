@@ -80,7 +80,18 @@ def attach_in_another_version(rank: int) -> tuple[str, str, float]:
 def test_ranks_with_different_versions():
     """It is the first difference, because another version may have other settings."""
     for _, text, _ in run_ranks(2, attach_in_another_version):
-        assert "Ranks differ in __version__ of lightning_sparse: rank 0 has 0.0, rank 1 has 0.1." in text
+        assert "Ranks differ in __version__ of lightning_sparse: rank 0 has 0.0 (" in text
+
+
+def attach_with_other_sources(rank: int) -> tuple[str, str, float]:
+    begin, _ = training("gradient")
+    session._source_hash = lambda: f"{rank:08x}"
+    return caught(begin)
+
+
+def test_ranks_with_clones_of_different_commits():
+    for _, text, _ in run_ranks(2, attach_with_other_sources):
+        assert "(source files 00000000), rank 1 has 0.1.0 (source files 00000001)." in text
 
 
 def test_one_of_three_ranks_with_different_settings():
