@@ -29,8 +29,8 @@ from benchmarks.harness.training import Data, Trainee, attach_thread, factor, te
 from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES, best_rates
 from benchmarks.updates import EVERY, STEPS, Run, Trial, Variant, summary
 from examples.models.gpt import GPT
-from lightning_sparse import Comm, Method, Reducer, UpdateRule
-from lightning_sparse.aggregators import Aggregator, Mean, TwoPass
+from lightning_sparse import Comm, Method, Reducer, UpdateRule, method
+from lightning_sparse.aggregators import Aggregator, Mean, TwoLevel, TwoPass
 from lightning_sparse.compressors import TopK
 from lightning_sparse.compressors.base import Entries, Payload, Update, add_
 from lightning_sparse.compressors.encoding import (
@@ -204,6 +204,7 @@ class Idea(NamedTuple):
     bf16: bool = False  # weights and optimizer states are bf16
     sequences: int = BATCH_SIZE  # of a rank in each step
     sgd: bool = False  # exchange gradients of SGD with momentum instead of AdamW's updates
+    dense: bool = False  # average gradients densely
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
@@ -211,6 +212,7 @@ AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 PREPAID = "2-bit values, warm-up, momentum paid in advance"
 SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
+BY_NODE = "nodes of {}, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
     "1-bit values": Idea(OneBit),
@@ -222,6 +224,7 @@ IDEAS: dict[str, Idea | None] = {
     PREPAID: Idea(warmup=WARMED, variant=Variant(cleared=False), memory=Prepaid()),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
+    "dense, batches of 64": Idea(dense=True, sequences=64),
     "2-bit values, warm-up, batches of 64": Idea(warmup=WARMED, sequences=64),
     "2-bit values, warm-up, batches of 64, √P": Idea(warmup=WARMED, sequences=64, variant=ROOT),
     "2-bit values, warm-up, payout by the change": None,
@@ -232,6 +235,10 @@ IDEAS: dict[str, Idea | None] = {
         for second in (3, 8)
     },
     SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
+    **{
+        BY_NODE.format(ranks): Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=ranks)))
+        for ranks in (2, 4, 8)
+    },
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
         for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
@@ -299,6 +306,8 @@ TRIED = [
             ["2-bit values, warm-up", "residual shrinks with the rate, 2-bit values, warm-up"],
         ),
         (4, 300, 0.004, [0], 0.003, [f"2-bit values, warm-up, batches of 64{root}" for root in ("", ", √P")]),
+        (2, 300, 0.004, [0], 0.003, ["2-bit values, warm-up, batches of 64"]),
+        *((ranks, 300, 0.004, [0], 1.0, ["dense, batches of 64"]) for ranks in (2, 4)),
         (8, 300, 0.002, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (8, 1000, 0.004, [0], 0.00165, ["2-bit values, warm-up, √P"]),
         (
@@ -313,6 +322,12 @@ TRIED = [
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
+        (16, 300, 0.002, [0], 0.003, [BY_NODE.format(8)]),
+        (4, 1000, 0.004, [0], 0.003, ["residual shrinks with the rate, 2-bit values, warm-up"]),
+        *(
+            (ranks, steps, lr, [0], round(update_density(ranks) * on_node**0.5, 9), [BY_NODE.format(on_node)])
+            for ranks, on_node, steps, lr in ((16, 8, 300, 0.002), (8, 4, 1000, 0.004), (8, 2, 1000, 0.004))
+        ),
     )
     for seed in seeds
     for idea in ideas
@@ -349,6 +364,7 @@ def train(run: Run, data: Data) -> list[Row]:
     (factors, each), variant = idea.warmup, idea.variant
     compressor = idea.compressor(run.density, value_format=idea.value_format)  # type: ignore[arg-type]
     made = Method(compressor, idea.memory, variant.aggregator or Mean(), None if idea.sgd else variant.rule)
+    made = method("dense") if idea.dense else made
     trial = functools.partial(Trial, variant=variant, factors=[])
     kind = type("Flushing", (Flushing,), {"flush": idea.flush})
     warmup = (

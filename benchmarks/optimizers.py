@@ -1,9 +1,9 @@
 """Compares exchanging gradients and exchanging updates for many optimizers, in the same training.
 
 The GPT, the data, their order and the schedule are those of `benchmarks.updates`. Ranks are two threads; the method is
-topk with density 0.01. A run is the start of a training of 1,000 steps. The learning rate is the best one of dense
-training, among at least three. Gradients use half of this rate, which is better than the whole rate with AdamW. Lion,
-which uses signs, is also tried with int4, which sends every element of the gradients.
+topk with density 0.01, and with its default options. A run is the start of a training of 1,000 steps. The learning rate
+is the best one of dense training, among at least three. Gradients use half of this rate, which is better than the whole
+rate with AdamW. Lion, which uses signs, is also tried with int4, which sends every element of the gradients.
 
     python -m benchmarks.optimizers                  # do the trainings of `TRIED` that `optimizers.csv` lacks; print
     python -m benchmarks.optimizers --only Ranger    # only some optimizers
@@ -30,8 +30,12 @@ from benchmarks.language import BATCH_SIZE, LENGTH, VAL_SEQUENCES
 from benchmarks.updates import steps_to
 from examples.models.gpt import GPT
 from lightning_sparse import Comm, UpdateRule, method
+from lightning_sparse.methods import resolve_updates
+from lightning_sparse.options import ReducerOptions
+from lightning_sparse.trained import WITH_UPDATES
 
 RANKS, STEPS, SCHEDULED, EVERY = 2, 200, 1000, 25
+DEFAULT = "updates by default"
 METHODS = {"dense": method("dense"), "int4": method("int4")}
 """Methods by name, other than sparse "gradients" and sparse "updates"."""
 
@@ -153,6 +157,7 @@ TRIED = [Run(name, "dense", lr) for name, rates in RATES.items() for lr in rates
 TRIED += [Run("AdamW", "gradients", BEST["AdamW"]), Run("Lion", "int4", BEST["Lion"])]
 TRIED += [run for name, lr in BEST.items() for run in (Run(name, "gradients", lr / 2), Run(name, "updates", lr))]
 TRIED += [Run(name, "dense", lr) for name, rates in OTHERS.items() for lr in rates]
+TRIED += [Run(name, DEFAULT, BEST[name]) for name in BEST if name == "AdamW" or name in WITH_UPDATES]
 
 
 def sparse_runs(table: pd.DataFrame) -> list[Run]:
@@ -162,18 +167,21 @@ def sparse_runs(table: pd.DataFrame) -> list[Run]:
         dense = table[(table.optimizer == name) & (table.exchanged == "dense") & (table.step == STEPS)]
         if set(dense.lr) >= set(rates):
             best = float(dense.sort_values("val_loss").lr.iloc[0])
+            found += [Run(name, DEFAULT, best)] if name in WITH_UPDATES else []
             found += [Run(name, "gradients", best / 2 if len(rates) > 1 else best), Run(name, "updates", best)]
     return found
 
 
 def train(run: Run, data: Data) -> list[Row]:
     """Train with ranks as threads; return loss and bytes every `EVERY` steps."""
-    made = METHODS.get(run.exchanged, method("topk", density=0.01))
-    made = replace(made, update_rule=UpdateRule() if run.exchanged == "updates" else None)
+    made, options = METHODS.get(run.exchanged, method("topk", density=0.01)), ReducerOptions(density_warmup=())
+    if run.exchanged == DEFAULT:
+        made, options = resolve_updates("topk", None, ranks=RANKS)
+    made = replace(made, update_rule=UpdateRule() if "updates" in run.exchanged else None)
 
     def trainee(model: nn.Module, comm: Comm) -> Trainee:
         parts = optimizers(run.optimizer, model, run.lr)
-        wrapped = attach_thread(model, parts, made, comm)
+        wrapped = attach_thread(model, parts, made, comm, **vars(options))
         together = parts[0] if len(parts) == 1 else Together(parts)
         return Trainee(model, wrapped, together, data, comm, seed=0, batch_size=BATCH_SIZE, steps=SCHEDULED)
 

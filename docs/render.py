@@ -52,6 +52,7 @@ from benchmarks.language import (  # noqa: E402
     PARTS,
     REPEATED,
 )
+from benchmarks.optimizers import DEFAULT as BY_DEFAULT  # noqa: E402
 from benchmarks.optimizers import summary as optimizers_summary  # noqa: E402
 from benchmarks.scaling import FITTED_TO  # noqa: E402
 from benchmarks.updates import BEGUN, steps_to, summary  # noqa: E402
@@ -609,13 +610,15 @@ def confirmation() -> str:
 def front_confirmation() -> str:
     """The differences from `ddp` with two workers and other settings, in a sentence."""
     last = read("confirmation").query("workers == 2 and step == steps")
-    loss = last.pivot(index=["case", "lr", "seed"], columns="method", values="val_loss")
-    above = (100 * (loss["topk by default"] / loss["ddp"] - 1)).groupby("case")
-    clipped, other = (f"{above.mean()[case]:+.1f} % ({above.count()[case]} pairs" for case in ("clipped", "other text"))
+    loss = last.pivot(index=["case", "lr", "seed"], columns="method", values="val_loss").dropna()
+    above = (100 * (loss["topk by default"] / loss["ddp"] - 1)).groupby(["case", "lr"]).agg(["mean", "size"])
+    clipped = " and ".join(f"{x['mean']:+.1f} % at the rate {rate:g}" for rate, x in above.loc["clipped"].iterrows())
+    other = above.loc["other text"].iloc[0]
     page = "docs/frontier.md#other-text-seeds-and-clipping"
     return (
         f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
-        f" by {clipped}, clipping, β₂ = 0.95) and {other}, other text).\n"
+        f" by\n{clipped} with clipping and β₂ = 0.95 (two seeds), and by {other['mean']:+.1f} % with another"
+        f" text ({other['size']:.0f} seeds).\nWith four workers one seed of `ddp` had a sudden rise of its loss.\n"
     )
 
 
@@ -704,6 +707,39 @@ def frontier() -> str:
                 ]
             )
     return table(["ranks, steps", "variant", "density", "steps to 2.6", "loss", "% of bytes"], rows)
+
+
+def tails() -> str:
+    """The change of the loss in the last 50 steps, of the default and of `ddp`, in a sentence."""
+    runs = read("language").query("optimizer == 'adamw' and lr == 0.004 and part in ['final', 'four', 'eight']")
+    loss = runs.pivot_table(index=["method", "part", "seed"], columns="step", values="val_loss")
+    ours, stock = ((loss[1000] - loss[950])[name] for name in (DEFAULT, "ddp"))
+    return (
+        f"From step 950 to 1,000 the loss of the default changes by {ours.min():+.3f} to {ours.max():+.3f}, and that of"
+        f" `ddp` by {stock.min():+.3f} to {stock.max():+.3f}\n({len(ours)} trainings each). The residual then sends"
+        " updates of the higher rates of earlier steps.\n"
+    )
+
+
+def by_node() -> str:
+    """Final losses if ranks average within nodes, beside `ddp` and the default among all ranks; one seed."""
+    ends = {name: read(name).query("seed == 0 and step == steps") for name in ("frontier", "updates", "language")}
+    stock = ends["language"].query("method == 'ddp' and part in ['four', 'eight']")
+    dense = pd.concat([ends["updates"].query("variant == 'dense'"), stock])
+    params, rows = sum(param.numel() for param in GPT(LENGTH).parameters()), []
+    runs = ends["frontier"]
+    for _, run in runs[runs.variant.str.startswith("nodes of")].sort_values(["workers", "variant"]).iterrows():
+        same = f"workers == {run.workers} and lr == {run.lr} and steps == {run.steps}"
+        (loss,), ring = dense.query(same).val_loss, 8 * params * (1 - 1 / run.workers) * run.steps
+        ranks = int(run.variant.split()[2].rstrip(","))  # each sends its part of the node's payload
+        flat = runs.query(f"{same} and variant == '2-bit values, warm-up'").sort_values("density").iloc[-1]
+        cells = []
+        for each, senders in ((flat, 1), (run, ranks)):
+            cells += [f"{each.val_loss:.3f} ({100 * (each.val_loss / loss - 1):+.1f} %)"]
+            cells += [digits(100 * senders * each.sent_bytes / ring, 2)]
+        rows.append([f"{run.workers // ranks} × {ranks}", f"{run.steps:,}", f"{run.lr:g}", f"{loss:.3f}", *cells])
+    heads = ["nodes × ranks", "steps", "rate", "dense", "`topk`", "% of bytes", "hierarchical", "% of bytes"]
+    return table(heads, rows)
 
 
 def index_bits() -> str:
@@ -908,9 +944,14 @@ def gpu_paced_ratios() -> str:
 def front_seconds() -> str:
     """Seconds to a loss at a GPU's pace, in a list."""
     found = paced()
-    names = {"ddp": "`ddp`", "bf16": "a bf16 hook", POWERSGD: "torch's PowerSGD", "local_sgd": "`local_sgd`"}
+    names = {
+        "ddp": "`ddp`",
+        "bf16": "a bf16 hook",
+        POWERSGD: "torch's PowerSGD after backward",
+        "local_sgd": "`local_sgd`",
+    }
     return "".join(
-        f"- {link}: `topk_ddp` {found[WITHIN].total[rate]:,.0f} (with clipping {found[AFTER].total[rate]:,.0f}), "
+        f"- {link}: `topk_ddp` {found[WITHIN].total[rate]:,.0f} (after backward {found[AFTER].total[rate]:,.0f}), "
         f"{', '.join(f'{shown} {found[name].total[rate]:,.0f}' for name, shown in names.items())}.\n"
         for rate, link in PACED_LINKS.items()
     )
@@ -1047,8 +1088,9 @@ def optimizers() -> str:
                 cells += ["–", ""]
                 continue
             cells += [f"{best.val_loss[exchanged]:.3f}", "more" if math.isnan(steps) else f"{steps:.0f}"]
-        rows.append([str(name), *cells])
-    heads = ["", "rate", "dense", "updates", "step", "gradients", "step"]
+        by_default = best.val_loss.get(BY_DEFAULT)
+        rows.append([str(name), *cells, f"{by_default:.3f}" if by_default else ""])
+    heads = ["", "rate", "dense", "updates", "step", "gradients", "step", BY_DEFAULT]
     return table(heads, rows)
 
 
@@ -1539,6 +1581,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "lengths": lengths,
     "rates": rates,
     "frontier": frontier,
+    "by-node": by_node,
+    "tails": tails,
     "index-bits": index_bits,
     "auto": auto,
     "auto-hsdp": partial(auto, "auto_hsdp"),
