@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.auto import InBfloat16
 from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, attach_updates
 from lightning_sparse.advise import main as advise
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from lightning_sparse.hooks.stock import count_ddp
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies import auto as auto_module
@@ -78,6 +81,16 @@ def stock_only(rank: int) -> list[Any]:
 def test_dense_all_reduce_is_that_of_ddp_and_of_its_hook():
     numel = Net().weights.numel()
     assert lightning_ranks(2, stock_only) == [[True, 4 * numel, True, True, 4 * numel, True, True, 2 * numel, True]] * 2
+
+
+def pickled(_: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Linear(3, 3))
+    count_ddp(ddp, ReducerOptions(), None, from_rank_0={}, in_bfloat16=True).close()
+    return [*pickle.loads(pickle.dumps(ddp)).state_dict()]
+
+
+def test_a_model_whose_gradients_are_summed_in_bfloat16_can_be_pickled():
+    assert run_ranks(1, pickled) == [["module.weight", "module.bias"]]
 
 
 def switched(rank: int, optimizer: str, plan: list[str]) -> Any:
