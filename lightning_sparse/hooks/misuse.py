@@ -272,6 +272,8 @@ class RefuseDDP:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if earlier := _refusing.pop(model, None):  # the model is attached anew
+            earlier.remove()
         self._hook = _refusing[model] = model.register_forward_pre_hook(self)
 
     @staticmethod

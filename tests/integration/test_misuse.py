@@ -353,8 +353,9 @@ def scripted(_: int) -> tuple[bool, bool]:
 def hooks_of_a_compiled_model(_: int) -> list[int]:
     """A traced hook does nothing."""
     net, found = network(), []
+    attach_updates(net, torch.optim.SGD(net.parameters(), 0.1))
     optimizer = torch.optim.AdamW(net.parameters())
-    attach_updates(net, optimizer)
+    attach_updates(net, optimizer)  # anew
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.compiler, "is_compiling", lambda: True)
         for step in range(3):
