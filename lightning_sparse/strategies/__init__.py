@@ -41,9 +41,4 @@ for _module, _name in product(_modules.values(), INSTALLED):  # for isinstance
     import_module(f"{FABRIC[_name]}.strategies").DDPStrategy.register(_module.FabricSparseDDPStrategy)
     import_module(f"{FABRIC[_name]}.strategies").ModelParallelStrategy.register(_module.FabricSparseHSDPStrategy)
 if not TYPE_CHECKING:
-    SparseDDPStrategy = _modules[CHOSEN].SparseDDPStrategy
-    AutoDDPStrategy = _modules[CHOSEN].AutoDDPStrategy
-    SparseHSDPStrategy = _modules[CHOSEN].SparseHSDPStrategy
-    AutoHSDPStrategy = _modules[CHOSEN].AutoHSDPStrategy
-    FabricSparseDDPStrategy = _modules[CHOSEN].FabricSparseDDPStrategy
-    FabricSparseHSDPStrategy = _modules[CHOSEN].FabricSparseHSDPStrategy
+    globals().update((name, getattr(_modules[CHOSEN], name)) for name in __all__)

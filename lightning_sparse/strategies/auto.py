@@ -417,7 +417,7 @@ class AutoDDP(AutoStrategy):
         ValueError: an option of a method, which this strategy chooses itself.
     """
 
-    _class_name, _kind, _stock = "AutoDDPStrategy", "ddp", STOCK
+    _kind, _stock = "ddp", STOCK
     _group = None
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:

@@ -43,7 +43,7 @@ class AutoHSDP(AutoStrategy):
         ValueError: an option of a method, which this strategy chooses itself.
     """
 
-    _class_name, _kind, _stock = "AutoHSDPStrategy", "hsdp", "dense"
+    _kind, _stock = "hsdp", "dense"
     _chosen = (*AutoStrategy._chosen, "bucket_cap_mb")
 
     def __init__(

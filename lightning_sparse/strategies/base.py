@@ -49,6 +49,12 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
     _plugin_name: ClassVar[str]
     """The name of the attribute with Lightning's precision plugin."""
 
+    @classmethod
+    def __init_subclass__(cls, lightning: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if lightning:  # the class for one of Lightning's names
+            cls._namespace, cls._class_name, cls.__doc__ = lightning, cls.__name__, cls.__bases__[0].__doc__
+
     def _begin(self) -> None:
         """Make the attributes that do not depend on options, at the end of the constructor."""
 

@@ -67,8 +67,6 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
 
     __doc__ = DDPOptions.__doc__
 
-    _class_name = "FabricSparseDDPStrategy"
-
     def _begin(self) -> None:
         super()._begin()
         self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_exchange)

@@ -60,7 +60,6 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         **options: see `HSDPOptions`.
     """
 
-    _class_name = "FabricSparseHSDPStrategy"
     _sharding = (
         "Call fully_shard(module, mesh=mesh['data_parallel']) with the module that holds it: in a function "
         "parallelize(model, mesh) that returns the model, FabricSparseHSDPStrategy(..., parallelize_fn=parallelize); "

@@ -39,7 +39,6 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
 
     __doc__ = HSDPOptions.__doc__
 
-    _class_name = "SparseHSDPStrategy"
     _sharding = (
         "In configure_model, call fully_shard(module, mesh=self.device_mesh['data_parallel']) with the module that "
         "holds it; or freeze it by requires_grad_(False)."

@@ -13,46 +13,28 @@ from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
-class SparseDDPStrategy(SparseDDP, DDPStrategy):  # type: ignore[misc]  # the same base under Lightning's other name
+class SparseDDPStrategy(SparseDDP, DDPStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]  # the same base under Lightning's other name
     """`SparseDDP` for this namespace."""
 
-    __doc__ = SparseDDP.__doc__
-    _namespace = "lightning.pytorch"
 
-
-class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy):  # type: ignore[misc]
+class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]
     """`AutoDDP` for this namespace."""
 
-    __doc__ = AutoDDP.__doc__
-    _namespace = "lightning.pytorch"
 
-
-class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy):  # type: ignore[misc]
+class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]
     """`SparseHSDP` for this namespace."""
 
-    __doc__ = SparseHSDP.__doc__
-    _namespace = "lightning.pytorch"
 
-
-class AutoHSDPStrategy(AutoHSDP, SparseHSDP, ModelParallelStrategy):  # type: ignore[misc]
+class AutoHSDPStrategy(AutoHSDP, SparseHSDP, ModelParallelStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]
     """`AutoHSDP` for this namespace."""
 
-    __doc__ = AutoHSDP.__doc__
-    _namespace = "lightning.pytorch"
 
-
-class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):  # type: ignore[misc]
+class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]
     """`FabricSparseDDP` for this namespace."""
 
-    __doc__ = FabricSparseDDP.__doc__
-    _namespace = "lightning.pytorch"
 
-
-class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy):  # type: ignore[misc]
+class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy, lightning="lightning.pytorch"):  # type: ignore[misc]
     """`FabricSparseHSDP` for this namespace."""
-
-    __doc__ = FabricSparseHSDP.__doc__
-    _namespace = "lightning.pytorch"
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)

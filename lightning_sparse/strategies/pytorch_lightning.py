@@ -13,46 +13,28 @@ from lightning_sparse.strategies.hsdp import SparseHSDP
 from lightning_sparse.strategies.sparse_ddp import SparseDDP
 
 
-class SparseDDPStrategy(SparseDDP, DDPStrategy):
+class SparseDDPStrategy(SparseDDP, DDPStrategy, lightning="pytorch_lightning"):
     """`SparseDDP` for this namespace."""
 
-    __doc__ = SparseDDP.__doc__
-    _namespace = "pytorch_lightning"
 
-
-class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy):
+class AutoDDPStrategy(AutoDDP, SparseDDP, DDPStrategy, lightning="pytorch_lightning"):
     """`AutoDDP` for this namespace."""
 
-    __doc__ = AutoDDP.__doc__
-    _namespace = "pytorch_lightning"
 
-
-class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy):
+class SparseHSDPStrategy(SparseHSDP, ModelParallelStrategy, lightning="pytorch_lightning"):
     """`SparseHSDP` for this namespace."""
 
-    __doc__ = SparseHSDP.__doc__
-    _namespace = "pytorch_lightning"
 
-
-class AutoHSDPStrategy(AutoHSDP, SparseHSDP, ModelParallelStrategy):  # type: ignore[misc]
+class AutoHSDPStrategy(AutoHSDP, SparseHSDP, ModelParallelStrategy, lightning="pytorch_lightning"):  # type: ignore[misc]
     """`AutoHSDP` for this namespace."""
 
-    __doc__ = AutoHSDP.__doc__
-    _namespace = "pytorch_lightning"
 
-
-class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy):
+class FabricSparseDDPStrategy(FabricSparseDDP, FabricDDPStrategy, lightning="pytorch_lightning"):
     """`FabricSparseDDP` for this namespace."""
 
-    __doc__ = FabricSparseDDP.__doc__
-    _namespace = "pytorch_lightning"
 
-
-class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy):
+class FabricSparseHSDPStrategy(FabricSparseHSDP, FabricModelParallelStrategy, lightning="pytorch_lightning"):
     """`FabricSparseHSDP` for this namespace."""
-
-    __doc__ = FabricSparseHSDP.__doc__
-    _namespace = "pytorch_lightning"
 
 
 SparseDDPStrategy.register_strategies(StrategyRegistry)

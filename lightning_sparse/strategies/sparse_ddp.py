@@ -36,7 +36,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
 
     __doc__ = DDPOptions.__doc__
 
-    _class_name, _clipping = "SparseDDPStrategy", "set gradient_clip_val of the Trainer"
+    _clipping = "set gradient_clip_val of the Trainer"
 
     def _begin(self) -> None:
         super()._begin()
