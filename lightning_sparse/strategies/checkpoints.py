@@ -76,17 +76,8 @@ class Checkpoints:
     def _rank(self) -> int:
         return int(self.strategy.global_rank)
 
-    @property
-    def _size(self) -> int:
-        return int(self.strategy.world_size)
-
     def save(
-        self,
-        parts: Sequence[Part],
-        enter: Callable[[Infos], None],
-        filepath: Any,
-        write: Callable[[], None],
-        remove: Callable[[Any], None],
+        self, parts: Sequence[Part], enter: Callable[[Infos], None], filepath: Any, write: Callable[[], None]
     ) -> None:
         """Save a checkpoint.
 
@@ -95,7 +86,6 @@ class Checkpoints:
             enter: puts the entries about sidecar files into the checkpoint, unless it gets no sidecar files.
             filepath: its path on this rank.
             write: Lightning's function that writes it.
-            remove: Lightning's function that removes a checkpoint.
         """
         saved = self._write_sidecars(parts, filepath) if parts else None
         path, infos = saved or (sidecars.absolute(filepath), [])
@@ -110,7 +100,7 @@ class Checkpoints:
             error = caught
         if save is not None and error is None:
             self._saves.returned(save, self.strategy.checkpoint_io)
-            self._saves.sweep(remove)
+            self._saves.sweep(self.strategy.checkpoint_io)
         if tags:
             self._raise_together(path, tags, error)
         elif error is not None:
@@ -218,18 +208,18 @@ class Checkpoints:
         """Return the error messages of all ranks that have one."""
         return [text for text in gather(own) if text]
 
-    def remove(self, filepath: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, by Lightning's function `remove`, and its sidecar files."""
+    def remove(self, filepath: Any) -> None:
+        """Remove a checkpoint and its sidecar files."""
         if self.strategy.is_global_zero:
-            self._saves.remove(sidecars.absolute(filepath), filepath, remove)
+            self._saves.remove(sidecars.absolute(filepath), filepath, self.strategy.checkpoint_io)
 
-    def close(self, teardown: Callable[[], None], remove: Callable[[Any], None]) -> None:
+    def close(self, teardown: Callable[[], None]) -> None:
         """Wait for all saves in Lightning's `teardown`; then remove the files whose removal was deferred."""
         try:
             teardown()
             self._saves.confirm_earlier()  # CheckpointIO.teardown has waited for all saves
         finally:
-            self._saves.sweep(remove)
+            self._saves.sweep(self.strategy.checkpoint_io)
 
     def together(self, load: Callable[[], Any], filepath: Any) -> Any:
         """Return the result of `load`, which loads from a checkpoint, or raise an error on all ranks."""
@@ -267,7 +257,7 @@ class Checkpoints:
         changed: list[str] = []
         try:
             sidecars.check(info)
-            state, missing = sidecars.read(filepath, info, self._rank, self._size)
+            state, missing = sidecars.read(filepath, info, self._rank, self.strategy.world_size)
             if state is not None:
                 reducer.load_state_dict(state)
                 if reducer.exchanged == "update":
@@ -276,13 +266,15 @@ class Checkpoints:
         except Exception as caught:
             error = f"rank {self._rank}: {caught}"
         folder = sidecars.folder(filepath)
-        if errors := self._gather_errors(error):
+        # A foreign checkpoint may claim a million files. So each rank sends only a few, and the warning names a few.
+        own = error, state is not None, missing[: sidecars.NAMED + 1]
+        messages, have_state, lost_of = zip(*gather(own), strict=True)
+        if errors := [*filter(None, messages)]:
             raise ValueError(
                 f"The residuals of {str(filepath)!r} cannot be loaded ({errors[0]}). If a sidecar file is "
                 f"damaged or foreign: remove {folder!r} to go on without, at the price of the gradients that had not "
                 f"been sent yet."
             )
-        have_state = gather(state is not None)
         if any(have_state) and not all(have_state):  # a rank without sidecar files cannot take these states from others
             reducer.segment_states.restart_equal_states()
         if changed and self._rank == 0:
@@ -291,8 +283,7 @@ class Checkpoints:
                 f"example. All ranks take the changed values from the checkpoint, and the others from their sidecar "
                 f"files: {listed(changed, sidecars.NAMED)}."
             )
-        # A foreign checkpoint may claim a million files. So each rank sends only a few, and the warning names a few.
-        lost = sorted({rank for ranks in gather(missing[: sidecars.NAMED + 1]) for rank in ranks})
+        lost = sorted({rank for ranks in lost_of for rank in ranks})
         if lost and self._rank == 0:
             names = [sidecars.name(info["tag"], rank, info["size"]) for rank in lost]
             log.warning(

@@ -136,7 +136,7 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
             checkpoint[sidecars.KEY] = {name: info for part, info in found for name in part.optimizers}
 
         write = partial(super().save_checkpoint, path, checkpoint, storage_options, filter)
-        self._checkpoints.save(parts, enter, path, write, self.checkpoint_io.remove_checkpoint)
+        self._checkpoints.save(parts, enter, path, write)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects of `state`, on all ranks or on none.

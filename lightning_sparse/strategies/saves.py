@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -86,19 +85,19 @@ class Saves:
         for save in (save for saves in self._saves.values() for save in saves):
             save.written = save.returned
 
-    def remove(self, path: str, filepath: Any, remove: Callable[[Any], None]) -> None:
+    def remove(self, path: str, filepath: Any, io: Any) -> None:
         """Remove a checkpoint and its sidecar files, when no save of it is pending.
 
         Args:
             path: absolute path of the checkpoint.
             filepath: its path from Lightning.
-            remove: `CheckpointIO.remove_checkpoint`.
+            io: the CheckpointIO.
         """
         # If a checkpoint is removed before AsyncCheckpointIO writes it, it appears afterwards and stays.
         if any(save.returned and not save.in_place for save in self._saves.get(path, [])):
             self._unwanted[path] = filepath
         else:
-            remove(filepath)
+            io.remove_checkpoint(filepath)
             self._saves.pop(path, None)
             self._prune(path, set())
 
@@ -106,7 +105,7 @@ class Saves:
         self._pruned[path] = keep
         sidecars.prune(path, keep)
 
-    def sweep(self, remove: Callable[[Any], None]) -> None:
+    def sweep(self, io: Any) -> None:
         """Remove the sidecar files of overwritten checkpoints, and the checkpoints whose removal was deferred."""
         for path, saves in list(self._saves.items()):
             last = max((index for index, save in enumerate(saves) if save.in_place), default=None)
@@ -117,7 +116,7 @@ class Saves:
                 if len(saves) == 1:
                     del self._saves[path]
                     if path in self._unwanted:
-                        self.remove(path, self._unwanted.pop(path), remove)
+                        self.remove(path, self._unwanted.pop(path), io)
                         continue
                 self._prune(path, {tag for save in saves for tag in save.tags})
             except Exception as error:  # a leftover file is no reason to end training
@@ -154,16 +153,10 @@ def writes_at_once(io: Any) -> bool:
 
 def _executor_error(io: Any) -> Future[BaseException | None] | None:
     """Return a future of AsyncCheckpointIO's error, set when all its saves so far have ended; None for others."""
-    asynchronous = [layer for layer in _layers(io) if any(map(_is_async, type(layer).__mro__))]
-    return pending_error(asynchronous[0]) if len(asynchronous) == 1 else None
-
-
-def _layers(io: Any) -> Iterator[Any]:
+    asynchronous = []
     while io is not None:
-        yield io
+        names = [f"{cls.__module__}.{cls.__name__}" for cls in type(io).__mro__]
+        if any(name.endswith(".plugins.io.async_plugin.AsyncCheckpointIO") for name in names):  # in either namespace
+            asynchronous.append(io)
         io = getattr(io, "checkpoint_io", None)
-
-
-def _is_async(cls: type) -> bool:
-    """Return whether this is AsyncCheckpointIO, of either of Lightning's namespaces."""
-    return f"{cls.__module__}.{cls.__name__}".endswith(".plugins.io.async_plugin.AsyncCheckpointIO")
+    return pending_error(asynchronous[0]) if len(asynchronous) == 1 else None

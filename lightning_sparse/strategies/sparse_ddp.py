@@ -84,7 +84,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         super()._end_training()
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
-        self._checkpoints.close(teardown, super().remove_checkpoint)
+        self._checkpoints.close(teardown)
 
     # Checkpoints:
 
@@ -100,7 +100,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         parts = self._parts(filepath) if "optimizer_states" in checkpoint else []
         if parts:
             self.pause()
-        self._checkpoints.save(parts, enter, filepath, write, super().remove_checkpoint)
+        self._checkpoints.save(parts, enter, filepath, write)
 
     def _parts(self, filepath: Any) -> list[Part]:
         """Return the exchange whose state belongs to a checkpoint; none if this process does not train."""
@@ -123,7 +123,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         return {str(i): optimizer for i, optimizer in enumerate(self.optimizers)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._checkpoints.remove(filepath, super().remove_checkpoint)
+        self._checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded_from = checkpoint_path
