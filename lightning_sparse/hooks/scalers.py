@@ -6,20 +6,17 @@ unwrap("step", around)  # without wrappers the method is torch's again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 Around = Callable[..., Any]
 """A wrapper: it gets the wrapped function, the scaler and further arguments, and returns the function's result."""
 
 _of_torch: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in ("scale", "step", "unscale_")}
 _around: dict[str, list[Around]] = {name: [] for name in _of_torch}
-_scaler_of: WeakKeyDictionary[Optimizer, GradScaler] = WeakKeyDictionary()
 
 
 def wrap(name: str, around: Around) -> None:
@@ -48,13 +45,3 @@ def unwrap(name: str, around: Around) -> None:
     _around[name].remove(around)
     if not _around[name]:
         setattr(GradScaler, name, _of_torch[name])
-
-
-def remember(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Remember that a scaler steps an optimizer."""
-    _scaler_of[optimizer] = scaler
-
-
-def scalers_of(optimizers: Iterable[Optimizer]) -> list[GradScaler]:
-    """Return the scalers that step these optimizers."""
-    return list(dict.fromkeys(_scaler_of[each] for each in optimizers if each in _scaler_of))

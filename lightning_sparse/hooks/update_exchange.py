@@ -51,7 +51,7 @@ from lightning_sparse.hooks.optimizer_kinds import (
 )
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.scalers import remember, scalers_of, unwrap, wrap
+from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
@@ -78,6 +78,7 @@ class _Steps:
 
     taken: int = 0
     waiting: int = 0
+    scaler: Any = None  # the gradient scaler that steps it
 
 
 class _Buffers:
@@ -175,7 +176,8 @@ class UpdateExchanger(Exchanger):
                 )
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
-        self.optimizers, self.phase, self._steps = optimizers, Phase.IDLE, [_Steps() for _ in optimizers]
+        self.optimizers, self.phase = optimizers, Phase.IDLE
+        self._steps = {optimizer: _Steps() for optimizer in optimizers}
         self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         device = local(next(model.parameters())).device
@@ -257,7 +259,7 @@ class UpdateExchanger(Exchanger):
     @property
     def is_pending(self) -> bool:
         """Whether steps wait for the start or the end of their exchange, so that weights differ among ranks."""
-        return self.updates.is_pending or any(steps.waiting for steps in self._steps)
+        return self.updates.is_pending or any(steps.waiting for steps in self._steps.values())
 
     @property
     def is_consistent(self) -> bool:
@@ -299,7 +301,7 @@ class UpdateExchanger(Exchanger):
         if any(map(is_sharded, self.updates.parameters.values())) and (model := self._unattached.model) is not None:
             reshard(model)  # after a forward pass without backward, the root would keep its whole weights
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
-        waiting = self._of(optimizer).waiting
+        waiting = self._steps[optimizer].waiting
         if waiting == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.is_pending:  # an exchange cannot complete between local steps
@@ -310,10 +312,7 @@ class UpdateExchanger(Exchanger):
     @property
     def steps_taken(self) -> int:
         """The number of steps of all optimizers."""
-        return sum(steps.taken for steps in self._steps)
-
-    def _of(self, optimizer: Optimizer) -> _Steps:
-        return self._steps[self.optimizers.index(optimizer)]
+        return sum(steps.taken for steps in self._steps.values())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -321,7 +320,7 @@ class UpdateExchanger(Exchanger):
             self._after_step(optimizer, stepped=True)
 
     def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:
-        steps = self._of(optimizer)
+        steps = self._steps[optimizer]
         steps.taken, steps.waiting = steps.taken + 1, (steps.waiting + 1) % self._rule.local_steps
         self._unshared = self._rule.local_steps > 1 or self._rule.delayed
         if steps.waiting == 0:
@@ -330,10 +329,11 @@ class UpdateExchanger(Exchanger):
 
     def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # Lightning's or accelerate's wrapper has the attached optimizer; an attached Lookahead has an inner one.
-        stepped = optimizer if optimizer in self.optimizers else getattr(optimizer, "optimizer", optimizer)
-        if stepped in self.optimizers:
-            remember(scaler, stepped)
-        with self.one_step(stepped) if stepped in self.optimizers else contextlib.nullcontext():
+        stepped = optimizer if optimizer in self._steps else getattr(optimizer, "optimizer", optimizer)
+        if stepped not in self._steps:
+            return step(scaler, optimizer, *args, **kwargs)
+        self._steps[stepped].scaler = scaler
+        with self.one_step(stepped):
             return step(scaler, optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -342,7 +342,7 @@ class UpdateExchanger(Exchanger):
 
         A gradient scaler may skip a step on one rank, but the other ranks exchange.
         """
-        steps = self._of(optimizer)
+        steps = self._steps[optimizer]
         before = steps.taken
         yield
         if steps.taken == before:
@@ -456,7 +456,7 @@ class UpdateExchanger(Exchanger):
             )
         if write and (model := self._unattached.model) is not None:
             reshard(model)  # otherwise the next forward pass may use the root's weights from before the exchange
-        for optimizer, steps in zip(self.optimizers, self._steps, strict=True):
+        for optimizer, steps in self._steps.items():
             if steps.waiting:
                 steps.waiting = 0
                 self._exchange(optimizer, None, write)
@@ -488,7 +488,8 @@ class UpdateExchanger(Exchanger):
                 average_states(self.comm, optimizer)
             if gradients:
                 average_waiting_gradients(self.comm, self.optimizers)
-            take_rank_0s(self.comm, scalers_of(self.optimizers))
+            scalers = (steps.scaler for steps in self._steps.values() if steps.scaler is not None)
+            take_rank_0s(self.comm, dict.fromkeys(scalers))
 
         self._during(settle)
 
