@@ -152,16 +152,6 @@ def _short_repr(part: Any) -> str:
     return f"{type(part).__name__}({', '.join(said)})"
 
 
-def _int4(block: int = 64) -> Blocks:
-    """Quantizes all values to 4 bits, with a scale per block."""
-    return Blocks(4, block)
-
-
-def _int8(block: int = 64) -> Blocks:
-    """Quantizes all values to 8 bits, with a scale per block."""
-    return Blocks(8, block)
-
-
 TWO_PASS = "Dettmers et al. 2022, arXiv 2110.02861; Tang et al. 2019, arXiv 1905.05957"
 
 METHODS: Mapping[str, MethodSpec] = MappingProxyType(
@@ -175,8 +165,8 @@ METHODS: Mapping[str, MethodSpec] = MappingProxyType(
         "gtopk": MethodSpec(TopK, Residual(), GlobalTopK(), "Shi et al. 2019, arXiv 1901.04359"),
         "oktopk": MethodSpec(TopK, Residual(), OkTopK(), "Li & Hoefler 2022, arXiv 2201.07598"),
         "doublesqueeze": MethodSpec(TopK, Residual(), TwoPass(), "Tang et al. 2019, arXiv 1905.05957"),
-        "int8": MethodSpec(_int8, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
-        "int4": MethodSpec(_int4, Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
+        "int8": MethodSpec(partial(Blocks, 8), Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
+        "int4": MethodSpec(partial(Blocks, 4), Residual(), TwoPass(), TWO_PASS, Traits(True, None)),
         "powersgd": MethodSpec(
             LowRank, Residual(), PowerSGD(), "Vogels et al. 2019, arXiv 1905.13727", Traits(True, None, {"rank": 2})
         ),
