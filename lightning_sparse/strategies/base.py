@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Sequence
@@ -54,9 +53,6 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
         super().__init_subclass__(**options)
         if lightning:  # the class for one of Lightning's names
             cls._namespace, cls._class_name, cls.__doc__ = lightning, cls.__name__, cls.__bases__[0].__doc__
-
-    def _begin(self) -> None:
-        """Make the attributes that do not depend on options, at the end of the constructor."""
 
     def inform(self, text: str) -> None:
         """Log at INFO, through Lightning's logger, which shows it, unless the program has configured logging."""
@@ -140,11 +136,6 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
                 f"devices; or run each in a process of its own."
             )
         return launcher
-
-    def _destroys_groups_at_exit(self) -> None:
-        """Call it when the process group exists."""
-        if dist.get_backend() == "gloo":
-            atexit.register(destroy_process_group, os.getpid())
 
     # After an error:
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     _make_exchanger: Any = UpdateExchanger
 
     def _begin(self) -> None:
+        """Make the attributes that do not depend on options, at the end of the constructor."""
         self._training = Training()
         self._reducer: Reducer | None = None  # of the running fit, or of the last one, for a checkpoint afterwards
         self._is_consistent = True  # whether its state belongs to a complete step
@@ -86,7 +88,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         super().setup_environment()
         if self.world_size > 1:
             self._rendezvous.number_handshakes()
-        self._destroys_groups_at_exit()
+        if dist.get_backend() == "gloo":
+            atexit.register(destroy_process_group, os.getpid())
 
     def setup_optimizers(self, trainer: Any) -> None:
         if self.exchanger is not None:

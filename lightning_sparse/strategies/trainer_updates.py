@@ -34,13 +34,8 @@ class TrainerUpdates(UpdateTraining):
         self._first_callback = self._call_before_callbacks() if found.local_steps > 1 or found.delayed else None
 
     @property
-    def _module(self) -> Any:
-        assert self._strategy.lightning_module is not None
-        return self._strategy.lightning_module
-
-    @property
     def _trainer(self) -> Any:
-        return self._module.trainer
+        return self._strategy.lightning_module.trainer
 
     def before_backward(self) -> None:
         self.exchanger.before_backward()
@@ -112,7 +107,7 @@ class TrainerUpdates(UpdateTraining):
         # An error handler may save in the middle of a step. Then the model does not have the agreed weights.
         before = exchanger.agreed_weights()
         is_whole = not any(map(is_sharded, state.values()))  # then ranks other than 0 may have an empty one
-        for name, param in self._module.named_parameters(remove_duplicate=False):
+        for name, param in self._strategy.lightning_module.named_parameters(remove_duplicate=False):
             if id(param) in before:
                 agreed: Any = before[id(param)]  # all ranks gather its shards
                 agreed = agreed.full_tensor().cpu() if is_whole and is_sharded(agreed) else agreed.clone()
