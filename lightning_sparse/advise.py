@@ -43,7 +43,6 @@ from lightning_sparse.exchange import Exchanged
 from lightning_sparse.methods import METHODS, Method, method, resolve_updates
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.trained import DELAYED, SHARDED, TRAINED
-from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 
 TIMED_ELEMENTS = 8_000_000
@@ -253,8 +252,8 @@ def estimates(
             later = None
             if what == "update" and not sharded:
                 with contextlib.suppress(ValueError):  # it cannot be delayed
-                    rule = (chosen.update_rule or UpdateRule()).changed(None, "next_step")
-                    later = step(replace(chosen, update_rule=rule), work, workers, link, costs)
+                    delayed = replace(chosen, update_rule=chosen.rule.changed(None, "next_step"))
+                    later = step(delayed, work, workers, link, costs)
             rows.append(Estimate(f"{name}_hsdp" if sharded else name, found, point, later))
             if sharded and name == "topk":
                 whole = Workload.even(work.shards * sum(work.segments), work.forward, work.backward)

@@ -13,7 +13,6 @@ from lightning_sparse.hooks.optimizer_kinds import reason_against_updates, reaso
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.methods import Method, resolve_method, resolve_updates
 from lightning_sparse.options import ExchangeMode, Overlap, ReducerOptions, check, check_optional
-from lightning_sparse.update_rule import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class StrategyOptions:
         if self.exchange == "gradient":
             self._check_gradients()
         if self.local_steps is not None or self.overlap == "next_step":  # raises an error if they exclude each other
-            rule = (self.method.update_rule or UpdateRule()).changed(self.local_steps, self.overlap)
-            replace(self.method, update_rule=rule)
+            replace(self.method, update_rule=self.method.rule.changed(self.local_steps, self.overlap))
         if self.choose(())[0] == "update":  # whatever the optimizers, which do not exist yet
             check_updates(self.method, ())
 
@@ -97,11 +95,6 @@ class StrategyOptions:
             return "update", f"the optimizer, {others[0]}"
         return "gradient", "the optimizer" + "".join(f": {name} {reason}" for name, reason in reasons[:1])
 
-    @property
-    def depends_on_optimizers(self) -> bool:
-        """Whether the exchanged quantity depends on the optimizers."""
-        return self.choose(()) == ("gradient", "the optimizer")
-
     def with_nodes(self, ranks_per_node: int) -> Method:
         """Return the method of a fit with `ranks_per_node` ranks on each node."""
         return _two_level(self.method, ranks_per_node) if self.hierarchical else self.method
@@ -114,12 +107,9 @@ class StrategyOptions:
         """
         # The strategy clips and checks each rank's own gradient before the optimizer's step.
         options = replace(self.reducer, on_nonfinite="raise", clip_norm=None)
-        two_level = method.aggregator
-        if not isinstance(two_level, TwoLevel):
-            return resolve_updates(self.given, self.density, options, ranks=ranks, **self.own)
-        senders = ranks // two_level.ranks_per_node
+        senders = ranks // method.aggregator.ranks_per_link  # a node sends once
         found, options = resolve_updates(self.given, self.density, options, ranks=senders, **self.own)
-        return replace(found, aggregator=two_level), options
+        return replace(found, aggregator=method.aggregator), options
 
 
 def _two_level(method: Method, *ranks_per_node: int) -> Method:
