@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -47,6 +46,7 @@ from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.hooks.step import Bucket, Step
 from lightning_sparse.options import listed
+from lightning_sparse.reducer import timed
 from lightning_sparse.shards import parameters_of
 
 log = logging.getLogger(__name__)
@@ -206,15 +206,14 @@ class GradientExchanger(Exchanger):
         """
         # With reentrant checkpointing this may be the end of one part: the next bucket queues this call again.
         within_backward, self._in_backward = in_backward(), False
-        started = time.perf_counter()
-        if self._held:
-            if self.session.stream is not None:  # wait for all kernels of backward
-                self._held[0].ready = torch.cuda.current_stream(self.session.device).record_event()
-            for bucket in self._held:
-                self._submit(bucket)
-            self._held.clear()
-        self._worker.join()
-        self.reducer.seconds["exposed"] += time.perf_counter() - started
+        with timed(self.reducer.seconds, "exposed"):
+            if self._held:
+                if self.session.stream is not None:  # wait for all kernels of backward
+                    self._held[0].ready = torch.cuda.current_stream(self.session.device).record_event()
+                for bucket in self._held:
+                    self._submit(bucket)
+                self._held.clear()
+            self._worker.join()
         self.session.raise_known_failure()
         if self.session.stream is not None:
             # DDP synchronises only the stream of its hook. The caller's stream must wait too, because it reuses buffers

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
+from lightning_sparse.reducer import timed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, is_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -416,16 +416,15 @@ class UpdateExchanger(Exchanger):
         if self._overlap is None or not self._overlap.has_begun:  # otherwise it began within backward
             self._begin_exchange()
         self._checks.look_for_untracked(self.updates.ids)
-        started = time.perf_counter()
-        try:
-            exchange()
-        except Exception as error:
-            self._failed(error)
-            if self.session.error is not error:  # that error has freed the device, and names the cause
-                raise self.session.error from error  # type: ignore[misc]
-            raise
-        self.session.launched(self.session.stream if self.updates.is_pending else None)
-        self.reducer.seconds["exposed"] += time.perf_counter() - started  # time that does not overlap with backward
+        with timed(self.reducer.seconds, "exposed"):  # time that does not overlap with backward
+            try:
+                exchange()
+            except Exception as error:
+                self._failed(error)
+                if self.session.error is not error:  # that error has freed the device, and names the cause
+                    raise self.session.error from error  # type: ignore[misc]
+                raise
+            self.session.launched(self.session.stream if self.updates.is_pending else None)
         self.phase = Phase.IDLE
 
     def _failed(self, error: BaseException) -> None:

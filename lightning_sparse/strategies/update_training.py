@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.closure import is_inner_step, with_gradients
+from lightning_sparse.reducer import timed
 from lightning_sparse.shards import is_sharded, parameters_of
 from lightning_sparse.strategies.training import Training
 
@@ -79,13 +79,11 @@ class UpdateTraining(Training):
         self.exchanger.exchange_pending()
 
     def wait(self) -> bool:
-        started = time.perf_counter()
-        try:
-            self.exchanger.updates.wait()
-        except Exception:
-            return False
-        finally:
-            self.exchanger.reducer.seconds["exposed"] += time.perf_counter() - started
+        with timed(self.exchanger.reducer.seconds, "exposed"):
+            try:
+                self.exchanger.updates.wait()
+            except Exception:
+                return False
         return True
 
     def refresh_parameters(self) -> None:
