@@ -73,13 +73,8 @@ def partial_sums(messages: Tensor) -> Tensor:
     return weigh(words, *_weights_of(words.shape[-1], words))
 
 
-def join(parts: Sequence[Tensor], nbytes: int) -> Tensor:
-    """Join 1-D tensors as bytes, each aligned to 8 bytes, with trailing zeros up to `nbytes`; see `unframe`."""
-    return join_rows([parts], nbytes, parts[0].device)[0]
-
-
 def join_rows(rows: Sequence[Sequence[Tensor]], nbytes: int, device: torch.device) -> Tensor:
-    """Join each list of tensors as in `join`, and return the results as rows."""
+    """Join each list of 1-D tensors, aligned to 8 bytes, to a row of `nbytes` bytes with zeros at its end."""
     blank = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     pieces = [piece for row in rows for piece in (*_pieces(row, blank), blank[: nbytes - joined_bytes(row)])]
     return torch.cat(pieces).view(len(rows), nbytes)
@@ -102,7 +97,7 @@ def words_on_host(messages: Tensor) -> NDArray[np.int64]:
 
 
 def unframe(messages: Tensor, like: Sequence[Tensor], start: int = 0) -> tuple[Tensor, ...]:
-    """Return the tensors in messages of `seal` or `join`, as views.
+    """Return the tensors in messages of `seal` or `join_rows`, as views.
 
     Args:
         like: tensors with the same row lengths and dtypes as the parts.

@@ -33,7 +33,6 @@ from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Layout, Segment
 from lightning_sparse.methods import Method, resolve_method
 from lightning_sparse.observer import Observer
-from lightning_sparse.options import OnNonFinite as OnNonFinite
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.overflow import GradientCheck
 from lightning_sparse.routing import DENSE, Routing

@@ -15,7 +15,7 @@ from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.sparsifier import Sparsifier
 from lightning_sparse.context import Context
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.framing import join, join_rows, joined_bytes, unframe
+from lightning_sparse.framing import join_rows, joined_bytes, unframe
 from lightning_sparse.kernels.pack import gather
 from lightning_sparse.kernels.write_back import coalesce, drop_empty, lookup
 from lightning_sparse.layout import Segment, cut, joined
@@ -84,7 +84,8 @@ class TwoPass(Aggregator[Compressor]):
         denser = [replace(region, density=self._second(ctx.density)) for region in regions]
         likes = [_payload_like(compressor, region.segment, region.density, u.device) for region in denser]
         payload, _ = exchange.compress(mean, compressor, denser[rank])
-        (gathered,) = exchange.all_gather((join(payload, max(map(joined_bytes, likes))),))
+        (row,) = join_rows([payload], max(map(joined_bytes, likes)), u.device)
+        (gathered,) = exchange.all_gather((row,))
         result = _decode(compressor, list(gathered), likes, denser)
         own_part = _applied(parts[rank], mean, entries, result[rank], size)
         applied = [*sent[: len(before)], own_part, *sent[len(before) :]]

@@ -62,14 +62,14 @@ class Comm(abc.ABC):
         if op == "max" and x.is_floating_point():
             x.masked_fill_(x.isnan(), torch.inf)
         if self.size > 1:
-            self._timed(2 * (self.size - 1) * _nbytes(x) // self.size, self._all_reduce, x, op)
+            self._timed(2 * (self.size - 1) * x.nbytes // self.size, self._all_reduce, x, op)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x` in rank order, as rows of one tensor. Shape and dtype must be equal on all ranks."""
         if self.size == 1:
             return x.clone().unsqueeze(0)
-        return self._timed((self.size - 1) * _nbytes(x), self._all_gather, x.contiguous())
+        return self._timed((self.size - 1) * x.nbytes, self._all_gather, x.contiguous())
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Send row i to rank i and return the received rows in rank order. Shapes must be equal on all ranks."""
@@ -98,7 +98,7 @@ class Comm(abc.ABC):
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Replace `x` with rank `src`'s, in place, and return it."""
         if self.size > 1:
-            self._timed(_nbytes(x) if self.rank == src else 0, self._broadcast, x, src)
+            self._timed(x.nbytes if self.rank == src else 0, self._broadcast, x, src)
         return x
 
     def sendrecv(self, x: Tensor, peer: int) -> Tensor:
@@ -237,7 +237,3 @@ class _SubComm(Comm):
         x.copy_(
             self._all_to_all_v(flat.repeat(self.size) if self.rank == src else flat[:0], send, receive).view(x.shape)
         )
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

@@ -135,16 +135,13 @@ class Termination:
                 if self.requested:
                     self._store.compare_set(self._peers.terminating, "", self.reason)
                 self.reason = self._store.get(self._peers.terminating).decode()  # equal on all ranks
-                self._publish()
+                self._store.set(self._keys[self._peers.rank], "{} {}".format(*self._freeze()))
+                self._silent = True
         except StoreTimeout:
             pass
         except dist.DistError:
             if self.requested:
                 self._freeze()  # and end alone; the other ranks end too, because they lost the store's host
-
-    def _publish(self) -> None:
-        self._store.set(self._keys[self._peers.rank], "{} {}".format(*self._freeze()))
-        self._silent = True
 
     def _freeze(self) -> tuple[int, int]:
         """Stop this rank from beginning a batch before it knows the others' batches; return its current batch."""

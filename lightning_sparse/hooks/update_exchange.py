@@ -429,12 +429,11 @@ class UpdateExchanger(Exchanger):
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
-        self._buffers.explain(error)
-        self.session.end_by(error)
+        self._end_by(error)
         self.session.free_device()
 
     def _end_by(self, error: BaseException) -> None:
-        """Record an error in the thread that exchanges."""
+        """Record an error of this thread, or of the thread that exchanges."""
         self._buffers.explain(error)
         self.session.end_by(error)
 
