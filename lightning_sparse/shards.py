@@ -177,9 +177,12 @@ def _keep(gradient: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def without_reduction(model: nn.Module) -> Iterator[None]:
-    """Let FSDP2 accumulate gradients without averaging them over the ranks of a replica, within the block."""
-    modules = _of_fsdp("FSDPModule", model)
+def without_reduction(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Let FSDP2 accumulate gradients without averaging them over the ranks of a replica, within the block.
+
+    Lightning's function leaves averages off after `enabled=False`.
+    """
+    modules = _of_fsdp("FSDPModule", model) if enabled else []
     try:
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)

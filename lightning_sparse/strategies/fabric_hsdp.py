@@ -39,11 +39,6 @@ else:
     ModelParallelStrategy = object
 
 
-def _without_averages(module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without averages. Lightning's function leaves them off after `enabled=False`."""
-    return without_reduction(module) if enabled else contextlib.nullcontext()
-
-
 def _unchanged(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     """Parallelize nothing: the user has sharded the model before."""
     return module
@@ -78,7 +73,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
 
     def _begin(self) -> None:
         super()._begin()
-        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_without_averages)
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=without_reduction)
 
     # Models and optimizers:
 
