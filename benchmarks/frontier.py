@@ -235,10 +235,7 @@ IDEAS: dict[str, Idea | None] = {
         for second in (3, 8)
     },
     SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
-    **{
-        BY_NODE.format(ranks): Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=ranks)))
-        for ranks in (2, 4, 8)
-    },
+    BY_NODE.format(8): Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=8))),
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
         for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
@@ -324,10 +321,7 @@ TRIED = [
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
         (16, 300, 0.002, [0], 0.003, [BY_NODE.format(8)]),
         (4, 1000, 0.004, [0], 0.003, ["residual shrinks with the rate, 2-bit values, warm-up"]),
-        *(
-            (ranks, steps, lr, [0], round(update_density(ranks) * on_node**0.5, 9), [BY_NODE.format(on_node)])
-            for ranks, on_node, steps, lr in ((16, 8, 300, 0.002), (8, 4, 1000, 0.004), (8, 2, 1000, 0.004))
-        ),
+        (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [BY_NODE.format(8)]),
     )
     for seed in seeds
     for idea in ideas

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -612,24 +612,33 @@ def front_confirmation() -> str:
     last = read("confirmation").query("workers == 2 and step == steps")
     loss = last.pivot(index=["case", "lr", "seed"], columns="method", values="val_loss").dropna()
     above = (100 * (loss["topk by default"] / loss["ddp"] - 1)).groupby(["case", "lr"]).agg(["mean", "size"])
-    clipped = " and ".join(f"{x['mean']:+.1f} % at the rate {rate:g}" for rate, x in above.loc["clipped"].iterrows())
+    clipped = " and ".join(f"{x['mean']:+.1f} % at rate {rate:g}" for rate, x in above.loc["clipped"].iterrows())
     other = above.loc["other text"].iloc[0]
     page = "docs/frontier.md#other-text-seeds-and-clipping"
     return (
         f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
-        f" by\n{clipped} with clipping and β₂ = 0.95 (two seeds), and by {other['mean']:+.1f} % with another"
-        f" text ({other['size']:.0f} seeds).\nWith four workers one seed of `ddp` had a sudden rise of its loss.\n"
+        f" by {other['mean']:+.1f} % with another\ntext ({other['size']:.0f} seeds). With clipping and β₂ = 0.95 it"
+        f" differed by {clipped} (two seeds).\nWith four workers one seed of `ddp` had a sudden rise of its loss.\n"
+    )
+
+
+def front_batches() -> str:
+    """The differences from dense training with larger batches, in a sentence."""
+    above = [f"{100 * (ours / stock - 1):+.1f} % with {workers}" for workers, stock, ours in batch_losses()]
+    return (
+        f"With [eight times the batch](docs/frontier.md#larger-batches) and 300 steps, the loss differs by"
+        f" {' and '.join(above)} workers (one seed).\n"
     )
 
 
 def front_largest() -> str:
     """The largest trained model, in a sentence."""
     found = read("gpu_training")
-    largest = found.loc[found.params.idxmax()]
-    seeds = found[found.params == largest.params].seed.nunique()
+    largest = found[(found.params == found.params.max()) & (found.method == DEFAULT)]
+    last, seeds = largest.loc[largest.step.idxmax()], largest.seed.nunique()
     return (
-        f"The largest model that was trained has {largest.params / 1e6:.0f} M parameters, with {largest.workers}"
-        f" workers and [{seeds} seed](docs/gpu.md#trainings).\n"
+        f"The largest model that was trained has {last.params / 1e6:.0f} M parameters, with {last.workers}"
+        f" workers, [{seeds} seed](docs/gpu.md#trainings) and {last.step} of {last.steps:,} steps.\n"
     )
 
 
@@ -715,9 +724,9 @@ def tails() -> str:
     loss = runs.pivot_table(index=["method", "part", "seed"], columns="step", values="val_loss")
     ours, stock = ((loss[1000] - loss[950])[name] for name in (DEFAULT, "ddp"))
     return (
-        f"From step 950 to 1,000 the loss of the default changes by {ours.min():+.3f} to {ours.max():+.3f}, and that of"
-        f" `ddp` by {stock.min():+.3f} to {stock.max():+.3f}\n({len(ours)} trainings each). The residual then sends"
-        " updates of the higher rates of earlier steps.\n"
+        f"From step 950 to 1,000 the loss of the default rises by {ours.min():.3f} to {ours.max():.3f} in"
+        f" {len(ours)} trainings. That of `ddp` falls by\n{-stock.max():.3f} to {-stock.min():.3f}. The residual then"
+        " sends updates of the higher rates of earlier steps.\n"
     )
 
 
@@ -737,9 +746,26 @@ def by_node() -> str:
         for each, senders in ((flat, 1), (run, ranks)):
             cells += [f"{each.val_loss:.3f} ({100 * (each.val_loss / loss - 1):+.1f} %)"]
             cells += [digits(100 * senders * each.sent_bytes / ring, 2)]
-        rows.append([f"{run.workers // ranks} × {ranks}", f"{run.steps:,}", f"{run.lr:g}", f"{loss:.3f}", *cells])
-    heads = ["nodes × ranks", "steps", "rate", "dense", "`topk`", "% of bytes", "hierarchical", "% of bytes"]
+        rows.append([f"{run.workers // ranks} × {ranks}", digits(run.density), f"{loss:.3f}", *cells])
+    heads = ["nodes × ranks", "density of nodes", "dense", "`topk`", "% of bytes", "hierarchical", "% of bytes"]
     return table(heads, rows)
+
+
+def batches() -> str:
+    """Losses of dense training and of the default with 64 sequences per rank; one seed."""
+    rows = [
+        [f"{workers}", f"{stock:.3f}", f"{ours:.3f}", f"{100 * (ours / stock - 1):+.1f} %"]
+        for workers, stock, ours in batch_losses()
+    ]
+    return table(["workers", "dense", "topk by default", "difference"], rows)
+
+
+def batch_losses() -> Iterator[tuple[int, float, float]]:
+    """Yield the number of workers, and the losses of dense training and of the default, with 64 sequences per rank."""
+    ends = read("frontier").query("seed == 0 and step == steps").set_index(["workers", "variant"]).val_loss
+    for workers in (2, 4):
+        stock, ours = (ends[workers, f"{name}, batches of 64"] for name in ("dense", "2-bit values, warm-up"))
+        yield workers, stock, ours
 
 
 def index_bits() -> str:
@@ -1573,7 +1599,8 @@ DRAWING = (comparisons, frontiers, languages, maps, networks, scalings, variants
 TABLES: dict[str, Callable[[], str]] = {
     "front": front,
     "front-limits": lambda: (
-        textwrap.fill(growth() + front_confirmation() + front_largest(), 140, break_on_hyphens=False) + "\n"
+        textwrap.fill(growth() + front_confirmation() + front_batches() + front_largest(), 140, break_on_hyphens=False)
+        + "\n"
     ),
     "confirmation": confirmation,
     "front-seconds": front_seconds,
@@ -1582,6 +1609,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": rates,
     "frontier": frontier,
     "by-node": by_node,
+    "batches": batches,
     "tails": tails,
     "index-bits": index_bits,
     "auto": auto,
