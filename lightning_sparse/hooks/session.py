@@ -145,8 +145,13 @@ def _is_broken(error: BaseException) -> bool:
 @cache
 def _source_hash() -> str:
     """Return a hash of this package's source files: clones of different commits may have one version number."""
-    files = sorted(Path(lightning_sparse.__file__).parent.rglob("*.py"))
-    return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
+    root = Path(lightning_sparse.__file__).parent
+    kinds, found = {".py", ".c", ".h"}, 0
+    for file in sorted(root.rglob("*")):
+        # Editors and Jupyter leave hidden files and folders, and links to nothing.
+        if file.suffix in kinds and file.is_file() and "/." not in f"/{file.relative_to(root).as_posix()}":
+            found = zlib.crc32(file.read_bytes().replace(b"\r\n", b"\n"), found)
+    return f"{found:08x}"
 
 
 def _handshake(
@@ -248,11 +253,10 @@ class Session:
             params = parameters()
             self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
             self.reducer.setup(params, group_of())
-            others = settings()
+            others, version = settings(), f"{lightning_sparse.__version__} (source files {_source_hash()})"
         name = _handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
             {
-                # The first in the order of names.
-                "__version__ of lightning_sparse": f"{lightning_sparse.__version__} (source files {_source_hash()})",
+                "__version__ of lightning_sparse": version,  # the first in the order of names
                 "method": repr(method),
                 "exchanged": repr(exchanged),
                 "size of the group": self.comm.size,
