@@ -12,7 +12,8 @@ gradients ended higher there. No other method is recommended.
 """
 WITH_UPDATES = {"RMSprop", "Adagrad", "Adadelta", "Adafactor", "Prodigy"}
 """Optimizers with which the loss with exchanged updates by default was at most 2 % higher than with dense averages
-(`optimizers.csv`), besides AdamW, Lamb and ADOPT. Others of Adam's kind, such as NAdam, were not run for it."""
+(`optimizers.csv`), besides AdamW. Lamb and ADOPT were run at density 0.01. Others of Adam's kind, such as NAdam, were
+not run for it."""
 ABOVE_DENSE = {"Muon", "Ranger", "SOAP", "AdEMAMix", "Lookahead", "DAdaptSGD"}
 """Optimizers with which it was higher by more than that, besides SGD and Lion."""
 DELAYED = 4

@@ -210,11 +210,12 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
         reducer = training.exchanger.reducer
         if isinstance(two_level := reducer.method.aggregator, TwoLevel):
             check_placement(gather(self.node_rank), two_level.ranks_per_node)
-            if reducer.exchanged == "update" and two_level.ranks_per_node > 2 and self.global_rank == 0:
+            selects = reducer.exchanged == "update" and reducer.method.is_sparse
+            if selects and two_level.ranks_per_node > 2 and self.global_rank == 0:
                 log.warning(
-                    f"hierarchical=True with updates, and {two_level.ranks_per_node} ranks on each node: with eight, "
-                    f"the loss ended above dense training in this project's benchmarks, and without hierarchical below "
-                    f"it. Leave it out; or compare the losses."
+                    f"hierarchical=True with updates, and {two_level.ranks_per_node} ranks on each node: with topk, "
+                    f"AdamW and eight, the loss ended above dense training in this project's benchmarks. Leave it out; "
+                    f"or compare the losses."
                 )
         if self.global_rank == 0:
             self.inform(run_summary(reducer, loggers, f"{training.exchanger.note}{training.note} Chosen by {why}."))
