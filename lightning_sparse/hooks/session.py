@@ -144,12 +144,15 @@ def _is_broken(error: BaseException) -> bool:
 
 @cache
 def _source_hash() -> str:
-    """Return a hash of this package's source files: clones of different commits may have one version number."""
+    """Return a hash of this package's Python files: clones of different commits may have one version number.
+
+    A wheel lacks the sources of the loops in C, which compute the same bits as those in Python.
+    """
     root = Path(lightning_sparse.__file__).parent
-    kinds, found = {".py", ".c", ".h"}, 0
-    for file in sorted(root.rglob("*")):
+    found = 0
+    for file in sorted(root.rglob("*.py")):
         # Editors and Jupyter leave hidden files and folders, and links to nothing.
-        if file.suffix in kinds and file.is_file() and "/." not in f"/{file.relative_to(root).as_posix()}":
+        if file.is_file() and "/." not in f"/{file.relative_to(root).as_posix()}":
             found = zlib.crc32(file.read_bytes().replace(b"\r\n", b"\n"), found)
     return f"{found:08x}"
 

@@ -92,17 +92,17 @@ def attach_with_other_sources(rank: int) -> tuple[str, str, float]:
 def test_files_that_are_no_sources_leave_the_hash_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "__init__.py").write_bytes(b"x = 1\n")
-    (tmp_path / "kernels/loop.c").write_bytes(b"int x;\n")
+    (tmp_path / "kernels/loop.py").write_bytes(b"y = 1\n")
     monkeypatch.setattr(lightning_sparse, "__file__", str(tmp_path / "__init__.py"))
     hash_of = session._source_hash.__wrapped__
     before = hash_of()
     (tmp_path / ".#open.py").symlink_to("nothing")  # an editor's
     (tmp_path / ".ipynb_checkpoints").mkdir()
     (tmp_path / ".ipynb_checkpoints/copy.py").write_text("x = 2")
-    (tmp_path / "kernels/loop.so").write_bytes(b"1")
+    (tmp_path / "kernels/loop.c").write_bytes(b"int x;")  # a wheel has none
     (tmp_path / "__init__.py").write_bytes(b"x = 1\r\n")
     assert hash_of() == before
-    (tmp_path / "kernels/loop.c").write_bytes(b"long x;\n")
+    (tmp_path / "kernels/loop.py").write_bytes(b"y = 2\n")
     assert hash_of() != before
 
 
