@@ -212,7 +212,7 @@ AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 PREPAID = "2-bit values, warm-up, momentum paid in advance"
 SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
-BY_NODE = "nodes of {}, 2-bit values, warm-up"
+BY_NODE = "nodes of 8, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
     "1-bit values": Idea(OneBit),
@@ -235,7 +235,7 @@ IDEAS: dict[str, Idea | None] = {
         for second in (3, 8)
     },
     SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
-    BY_NODE.format(8): Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=8))),
+    BY_NODE: Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=8))),
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
         for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
@@ -319,9 +319,9 @@ TRIED = [
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
-        (16, 300, 0.002, [0], 0.003, [BY_NODE.format(8)]),
+        (16, 300, 0.002, [0], 0.003, [BY_NODE]),
         (4, 1000, 0.004, [0], 0.003, ["residual shrinks with the rate, 2-bit values, warm-up"]),
-        (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [BY_NODE.format(8)]),
+        (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [BY_NODE]),
     )
     for seed in seeds
     for idea in ideas

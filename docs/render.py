@@ -37,6 +37,7 @@ from benchmarks import scaling as scalings  # noqa: E402
 from benchmarks import selection as selections  # noqa: E402
 from benchmarks import updates as variants  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
+from benchmarks.frontier import BY_NODE  # noqa: E402
 from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import (  # noqa: E402
@@ -731,22 +732,18 @@ def tails() -> str:
 
 
 def by_node() -> str:
-    """Final losses if ranks average within nodes, beside `ddp` and the default among all ranks; one seed."""
-    ends = {name: read(name).query("seed == 0 and step == steps") for name in ("frontier", "updates", "language")}
-    stock = ends["language"].query("method == 'ddp' and part in ['four', 'eight']")
-    dense = pd.concat([ends["updates"].query("variant == 'dense'"), stock])
-    params, rows = sum(param.numel() for param in GPT(LENGTH).parameters()), []
-    runs = ends["frontier"]
-    for _, run in runs[runs.variant.str.startswith("nodes of")].sort_values(["workers", "variant"]).iterrows():
-        same = f"workers == {run.workers} and lr == {run.lr} and steps == {run.steps}"
-        (loss,), ring = dense.query(same).val_loss, 8 * params * (1 - 1 / run.workers) * run.steps
-        ranks = int(run.variant.split()[2].rstrip(","))  # each sends its part of the node's payload
-        flat = runs.query(f"{same} and variant == '2-bit values, warm-up'").sort_values("density").iloc[-1]
-        cells = []
-        for each, senders in ((flat, 1), (run, ranks)):
+    """Final losses if the eight ranks of a node average, beside dense training and the default; one seed."""
+    ends = {name: read(name).query("workers == 16 and seed == 0 and step == steps") for name in ("frontier", "updates")}
+    (loss,) = ends["updates"].query("variant == 'dense'").val_loss
+    ring = 8 * sum(param.numel() for param in GPT(LENGTH).parameters()) * 15 / 16 * 300
+    of_variant = ends["frontier"].set_index("variant")
+    flat, rows = of_variant.loc["2-bit values, warm-up"], []
+    for _, run in of_variant.loc[BY_NODE].iterrows():
+        cells = ["2 × 8", digits(run.density), f"{loss:.3f}"]
+        for each, senders in ((flat, 1), (run, 8)):  # each rank sends its part of the node's payload
             cells += [f"{each.val_loss:.3f} ({100 * (each.val_loss / loss - 1):+.1f} %)"]
             cells += [digits(100 * senders * each.sent_bytes / ring, 2)]
-        rows.append([f"{run.workers // ranks} × {ranks}", digits(run.density), f"{loss:.3f}", *cells])
+        rows.append(cells)
     heads = ["nodes × ranks", "density of nodes", "dense", "`topk`", "% of bytes", "hierarchical", "% of bytes"]
     return table(heads, rows)
 
@@ -977,7 +974,7 @@ def front_seconds() -> str:
         "local_sgd": "`local_sgd`",
     }
     return "".join(
-        f"- {link}: `topk_ddp` {found[WITHIN].total[rate]:,.0f} (after backward {found[AFTER].total[rate]:,.0f}), "
+        f"- {link}: `topk_ddp` {found[WITHIN].total[rate]:,.0f} ({found[AFTER].total[rate]:,.0f} after backward), "
         f"{', '.join(f'{shown} {found[name].total[rate]:,.0f}' for name, shown in names.items())}.\n"
         for rate, link in PACED_LINKS.items()
     )

@@ -146,7 +146,7 @@ def _is_broken(error: BaseException) -> bool:
 def _source_hash() -> str:
     """Return a hash of this package's Python files: clones of different commits may have one version number.
 
-    A wheel lacks the sources of the loops in C, which compute the same bits as those in Python.
+    The loops in C, whose sources a wheel lacks, compute the same bits.
     """
     root = Path(lightning_sparse.__file__).parent
     found = 0

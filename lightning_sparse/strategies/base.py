@@ -151,7 +151,7 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
     # Checkpoints:
 
     def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of a model or an optimizer for the CheckpointIO, which writes those of global rank 0."""
+        """Return a state of a model or an optimizer for the CheckpointIO, which writes the states of global rank 0."""
         return snapshot(state, self.checkpoint_io) if self.is_global_zero else state
 
     # The exchange:

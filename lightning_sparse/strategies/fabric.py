@@ -80,15 +80,15 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         return module
 
     def _waits(self, module: torch.nn.Module) -> bool:
-        what, why = self._options.choose(())
-        if (what, why) == ("gradient", "the optimizer"):  # it depends on the optimizers
+        exchanged, why = self._options.choose(())
+        if (exchanged, why) == ("gradient", "the optimizer"):  # it depends on the optimizers
             raise RuntimeError(
                 f"fabric.setup_module got a {type(module).__name__} alone, but its optimizer decides whether ranks "
                 f"exchange gradients or updates. Set up both together, model, optimizer = fabric.setup(model, "
                 f"optimizer); or decide it yourself, {self._class_name}(..., exchange='update') or "
                 f"exchange='gradient'. For inference alone freeze the model, model.requires_grad_(False)."
             )
-        return what == "update"
+        return exchanged == "update"
 
     def _begin_exchange(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> torch.nn.Module:
         """Begin the exchange of a model; return it, in DistributedDataParallel if gradients are exchanged."""
