@@ -213,6 +213,7 @@ PREPAID = "2-bit values, warm-up, momentum paid in advance"
 SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
 BY_NODE = "nodes of 8, 2-bit values, warm-up"
+STEP_ALONE = "nodes of 8 whose ranks step alone, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
     "1-bit values": Idea(OneBit),
@@ -224,6 +225,7 @@ IDEAS: dict[str, Idea | None] = {
     PREPAID: Idea(warmup=WARMED, variant=Variant(cleared=False), memory=Prepaid()),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
+    "dense": Idea(dense=True),
     "dense, batches of 64": Idea(dense=True, sequences=64),
     "2-bit values, warm-up, batches of 64": Idea(warmup=WARMED, sequences=64),
     "2-bit values, warm-up, batches of 64, √P": Idea(warmup=WARMED, sequences=64, variant=ROOT),
@@ -236,6 +238,7 @@ IDEAS: dict[str, Idea | None] = {
     },
     SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
     BY_NODE: Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=8))),
+    STEP_ALONE: None,
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
         for name, form in (("fp32", "float32"), ("4-bit", "int4"), ("2-bit", "int2"))
@@ -248,7 +251,8 @@ IDEAS: dict[str, Idea | None] = {
     "residual shrinks with the rate, 2-bit values, warm-up": Idea(warmup=WARMED, memory=Shrinking()),
     "all sent every 100 steps, 1-bit values": Idea(OneBit, flush=100),
 }
-"""None was measured with an earlier version, in which the default payout followed from formulas, one per optimizer."""
+"""None was measured with an earlier version: the default payout followed from formulas, one per optimizer. Or the ranks
+of a node stepped on their own gradients."""
 MECHANISMS = "√P", "payout by the change"
 TRIED = [
     Run(idea, ranks, density, lr, seed, steps)
@@ -319,9 +323,12 @@ TRIED = [
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
-        (16, 300, 0.002, [0], 0.003, [BY_NODE]),
+        (16, 300, 0.002, [0], 0.003, [STEP_ALONE, BY_NODE]),
+        (16, 300, 0.004, [0], 0.003, [STEP_ALONE]),
+        (16, 1000, 0.004, [0], 0.003, [BY_NODE]),
+        (16, 1000, 0.004, [0], 1.0, ["dense"]),
         (4, 1000, 0.004, [0], 0.003, ["residual shrinks with the rate, 2-bit values, warm-up"]),
-        (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [BY_NODE]),
+        (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [STEP_ALONE]),
     )
     for seed in seeds
     for idea in ideas

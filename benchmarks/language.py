@@ -121,7 +121,7 @@ TRIED = [
     ("four", "adamw", ["powersgd", "int4", "topk updates", DELAYED, *LOCAL], [0.002, 0.004, 0.008]),
     ("four", "adamw", ["bf16", "gaussiank updates"], [0.004]),
     ("eight", "adamw", ["ddp"], [0.004, 0.008]),
-    ("eight", "adamw", ["two_pass updates"], [0.004]),
+    ("eight", "adamw", ["bf16", "int4", "two_pass updates"], [0.004]),
     ("thin", "adamw", ["topk updates"], [0.002]),
     ("thin", "adamw", [THINNER], [0.002, 0.004]),
     ("thinner", "adamw", [THINNER], [0.002, 0.004]),

@@ -42,7 +42,7 @@ SHAPES = {  # replicas, and ranks that shard each of them
     "TopUp, one replica": (1, 4),  # sends nothing, but compresses its updates
     "TopUp, two ranks with whole models": (2, 0),
     "TopUp, four ranks with whole models": (4, 0),
-    "TopUp, hierarchical": (4, 0),  # two nodes of two ranks, which average their updates densely
+    "TopUp, hierarchical": (4, 0),  # two nodes of two ranks, which average their gradients
 }
 CURVES = list(SHAPES)[:6]
 TIMED = ["dense HSDP", "TopUp between replicas", "TopUp, four ranks with whole models", "TopUp, hierarchical"]

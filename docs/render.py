@@ -37,7 +37,7 @@ from benchmarks import scaling as scalings  # noqa: E402
 from benchmarks import selection as selections  # noqa: E402
 from benchmarks import updates as variants  # noqa: E402
 from benchmarks.comparison import STEPS, TASKS, finals  # noqa: E402
-from benchmarks.frontier import BY_NODE  # noqa: E402
+from benchmarks.frontier import BY_NODE, STEP_ALONE  # noqa: E402
 from benchmarks.harness.baselines import RANK  # noqa: E402
 from benchmarks.harness.table import load  # noqa: E402
 from benchmarks.language import (  # noqa: E402
@@ -732,19 +732,26 @@ def tails() -> str:
 
 
 def by_node() -> str:
-    """Final losses if the eight ranks of a node average, beside dense training and the default; one seed."""
-    ends = {name: read(name).query("workers == 16 and seed == 0 and step == steps") for name in ("frontier", "updates")}
-    (loss,) = ends["updates"].query("variant == 'dense'").val_loss
-    ring = 8 * sum(param.numel() for param in GPT(LENGTH).parameters()) * 15 / 16 * 300
-    of_variant = ends["frontier"].set_index("variant")
-    flat, rows = of_variant.loc["2-bit values, warm-up"], []
-    for _, run in of_variant.loc[BY_NODE].iterrows():
-        cells = ["2 × 8", digits(run.density), f"{loss:.3f}"]
-        for each, senders in ((flat, 1), (run, 8)):  # each rank sends its part of the node's payload
-            cells += [f"{each.val_loss:.3f} ({100 * (each.val_loss / loss - 1):+.1f} %)"]
-            cells += [digits(100 * senders * each.sent_bytes / ring, 2)]
-        rows.append(cells)
-    heads = ["nodes × ranks", "density of nodes", "dense", "`topk`", "% of bytes", "hierarchical", "% of bytes"]
+    """Losses of two nodes of eight ranks, beside dense training and the default without nodes; one seed."""
+    runs = [read(name).query("workers == 16 and seed == 0") for name in ("frontier", "updates")]
+    found = pd.concat(runs).query("density in [0.003, 0.006, 0.0075, 1]")
+    variants = ["dense", "2-bit values, warm-up", STEP_ALONE, BY_NODE]
+    table_of = found.pivot_table(index=["lr", "step"], columns="variant", values=["val_loss", "sent_bytes"])
+    loss, sent, rows = table_of.val_loss[variants], table_of.sent_bytes, []
+    for at in ((0.002, 300), (0.004, 300), (0.004, 1000)):
+        dense, *others = loss.loc[at]
+        cells = [f"{each:.3f} ({100 * (each / dense - 1):+.1f} %)" if each > 0 else "" for each in others]
+        of_dense = 100 * 8 * sent[BY_NODE][at] / sent["dense"][at]  # each rank sends its part of the node's payload
+        rows.append([f"{at[0]:g}", f"{at[1]:,}", f"{dense:.3f}", *cells, digits(of_dense, 2)])
+    heads = [
+        "rate",
+        "steps",
+        "dense",
+        "16 workers",
+        "2 nodes, ranks step alone",
+        "2 nodes, ranks average",
+        "% of bytes",
+    ]
     return table(heads, rows)
 
 

@@ -154,7 +154,7 @@ def step(
     own, travel, added = 0.0, 0.0, 0.0  # seconds of selecting, on the link, and of summing, over all segments
     # Of each segment, the time at which its exchange ends, and the seconds of summing the received entries.
     done: list[tuple[float, float]] = []
-    after_backward = method.local_steps > 1 or (in_turn and work.shards > 1)
+    after_backward = method.local_steps > 1 or (in_turn and (work.shards > 1 or method.aggregator.ranks_per_link > 1))
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
     of = functools.cache(functools.partial(_segment, method, workers, costs, dense_bytes))  # many segments are equal
     for numel, fraction in zip(work.segments, arrivals, strict=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -115,6 +116,18 @@ class Reducer:
         self.routing: Routing
         self.segment_states = SegmentStates(self.method, exchanged)
         self._deferred: list[tuple[int, Callable[[], None]]] = []  # step, and a check that raises its error
+
+    @property
+    def workers(self) -> int:
+        """The number of ranks, or with `TwoLevel` of nodes. The ranks of a node exchange as one worker."""
+        return self.comm.size // self.method.aggregator.ranks_per_link
+
+    @property
+    def node(self) -> Comm:
+        """This rank's connection to the ranks of its node, if the aggregator is `TwoLevel`; otherwise to itself."""
+        count = self.method.aggregator.ranks_per_link
+        first = self.comm.rank // count * count
+        return self.comm.sub(range(first, first + count), counted=False)
 
     @property
     def captures(self) -> Captures:
@@ -325,6 +338,26 @@ class Reducer:
             for view, value in masked:
                 view.add_(value)
         return applied
+
+    def agree(self, purpose: str, device: torch.device) -> None:
+        """Check that all ranks are at the same step, before a collective that cannot check it. All ranks call it.
+
+        Args:
+            purpose: the purpose of the collective; equal on all ranks.
+            device: the device of its tensors.
+
+        Raises:
+            RankFailure: ranks differ. On CUDA a later step raises it.
+        """
+        assert self.layout is not None
+        self.raise_deferred(before=self.step)
+        ctx = Context(self.layout.segments[0], step=self.step, seed=self.options.seed, rank=self.comm.rank)
+        fingerprint = zlib.crc32(purpose.encode(), self.routing.fingerprint(ctx, in_sync=True))
+        exchange = Exchange(self.comm, ctx, fingerprint, device=device, exchanged=self.exchanged)
+        exchange.agree()
+        exchange.finish()
+        if exchange.deferred is not None:
+            self._deferred.append((self.step, exchange.deferred))
 
     def raise_deferred(self, before: int | None = None) -> None:
         """On CUDA, raise errors of earlier steps, whose status was copied to the host asynchronously.

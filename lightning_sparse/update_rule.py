@@ -95,15 +95,16 @@ class UpdateRule:
         # delay, because the weights have moved by the momentum meanwhile; see "every 5" of `benchmarks.updates`.
         return beta > 0 and (self.momentum == "mask" or density * self.local_steps < 1 - beta)
 
-    def note(self, optimizers: Collection[Optimizer], density: float | None, size: int) -> str:
+    def note(self, optimizers: Collection[Optimizer], density: float | None, size: int, worker: str = "rank") -> str:
         """Return one sentence about the exchange.
 
         Args:
             optimizers: the optimizers whose updates are exchanged.
             density: the density after the warm-up; None if no entries wait in a residual.
-            size: P, the number of ranks.
+            size: P, the number of workers.
+            worker: the kind of a worker, "rank" or "node".
         """
-        text = f"Each rank steps its own {_names(optimizers)}, and the updates are exchanged"
+        text = f"Each {worker} steps its own {_names(optimizers)}, and the updates are exchanged"
         if self.local_steps > 1:
             text += f" after every {self.local_steps} steps"
         if self.delayed:

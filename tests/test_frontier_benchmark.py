@@ -103,6 +103,7 @@ def test_every_idea_trains_and_keeps_weights_equal(name, monkeypatch):
     monkeypatch.setattr(frontier, "EVERY", 4)
     sequence = torch.arange(LENGTH + 1) % 7
     batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))
-    points = frontier.train(Run(name, 2, 0.05, 0.005, 0, 4), Data(lambda numbers: batch, 100, held_out))
+    ranks = 16 if name == frontier.BY_NODE else 2
+    points = frontier.train(Run(name, ranks, 0.05, 0.005, 0, 4), Data(lambda numbers: batch, 100, held_out))
     assert points[1]["val_loss"] < points[0]["val_loss"]
     assert points[1]["sent_bytes"] > 0

@@ -168,17 +168,19 @@ def attach_thread(
         return Wrapped(model, reducer=reducer)
     exchanged = (updates or DeltaExchange)(reducer, model, optimizers)
     for optimizer in optimizers:
-        _exchange_steps(exchanged, optimizer, method.local_steps)
+        _exchange_steps(exchanged, optimizer, method.local_steps, reducer.workers < comm.size)
     if method.delayed:
         return Wrapped(model, reducer=reducer, settle=exchanged.complete, wait=exchanged.wait)
     return Wrapped(model, reducer=reducer)
 
 
-def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, local_steps: int) -> None:
+def _exchange_steps(exchanged: DeltaExchange, optimizer: Optimizer, local_steps: int, nodes: bool) -> None:
     started, ended = itertools.count(), itertools.count(1)
 
     def before(*_: Any) -> None:
         taken = next(started) % local_steps
+        if nodes:
+            exchanged.average_gradients(optimizer)
         if taken == 0:
             exchanged.begin(optimizer)
         if local_steps > 1 and taken == local_steps - 1:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.comm import ProcessGroupComm
+from lightning_sparse.comm import Comm, ProcessGroupComm
 from lightning_sparse.comm.broadcast import as_bytes
 from lightning_sparse.shards import load_optimizer, local, parameters_of
 
@@ -22,13 +22,11 @@ KEPT = "lightning_sparse: kept"
 
 
 @torch.no_grad()
-def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
-    """Make an optimizer's state equal on all ranks. All ranks call it.
+def average_moments(comm: Comm, optimizer: Optimizer) -> None:
+    """Replace the tensors of an optimizer's state by their means over the ranks. All ranks call it.
 
-    Floating-point tensors become their mean over the ranks. If the `state_dict` still differs among ranks, for example
-    because of different counts of steps, all ranks load rank 0's. There is no mean if ranks have states of different
-    parameters, or if a state has quantized moments or other objects. The states of sharded parameters are this rank's
-    part.
+    There is no mean if ranks have states of different parameters, or if a state has quantized moments or other objects.
+    The states of sharded parameters are this rank's part.
     """
     params = parameters_of([optimizer])
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
@@ -38,8 +36,17 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     if _are_equal(comm, kinds, params[0].device) and is_plain:
         for x in filter(Tensor.numel, tensors):
             x.copy_(comm.all_reduce(x.float().contiguous()).div_(comm.size))  # NCCL takes no other strides
+
+
+def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
+    """Make an optimizer's state equal on all ranks. All ranks call it.
+
+    If the `state_dict` still differs after `average_moments`, for example because of different counts of steps, all
+    ranks load rank 0's.
+    """
+    average_moments(comm, optimizer)
     own = optimizer.state_dict()
-    if not _are_equal(comm, own, params[0].device):
+    if not _are_equal(comm, own, parameters_of([optimizer])[0].device):
         load_optimizer(optimizer, _merged(own, _from_rank_0(comm, _sent(own))))
 
 
@@ -81,7 +88,7 @@ def _from_rank_0(comm: ProcessGroupComm, value: Any) -> Any:
     return values[0]
 
 
-def _are_equal(comm: ProcessGroupComm, value: Any, device: torch.device) -> bool:
+def _are_equal(comm: Comm, value: Any, device: torch.device) -> bool:
     """Return whether a value has the same hash on all ranks."""
     digest = hashlib.sha256()
     _add(digest, value)

@@ -32,8 +32,13 @@ from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
-from lightning_sparse.hooks.closure import begin_step, is_inner_step
-from lightning_sparse.hooks.equal_states import average_states, average_waiting_gradients, take_rank_0s
+from lightning_sparse.hooks.closure import begin_step, is_inner_step, with_gradients
+from lightning_sparse.hooks.equal_states import (
+    average_moments,
+    average_states,
+    average_waiting_gradients,
+    take_rank_0s,
+)
 from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
 from lightning_sparse.hooks.optimizer_kinds import (
     DUAL_AVERAGING,
@@ -74,10 +79,11 @@ class Phase(enum.Enum):
 
 @dataclass
 class _Steps:
-    """Numbers of steps of one optimizer: all of them, and those since its last exchange."""
+    """The steps of one optimizer: the number of all of them, and of those since its last exchange."""
 
     taken: int = 0
     waiting: int = 0
+    averaged: bool = False  # whether the ranks of a node have averaged the gradients of the next step
     scaler: Any = None  # the gradient scaler that steps it
 
 
@@ -233,6 +239,7 @@ class UpdateExchanger(Exchanger):
             *(register_first(optimizer, self._on_step) for optimizer in optimizers),  # later hooks see equal weights
         ]
         wrap("step", self._scaled_step)
+        wrap("unscale_", self._unscale)
         ids = self.updates.ids
         others = {name: x for name, x in not_ignored(model, model.named_parameters()).items() if id(x) not in ids}
         self._checks = ExchangeChecks(others, warns=self.comm.rank == 0)
@@ -286,6 +293,7 @@ class UpdateExchanger(Exchanger):
         if is_inner_step(optimizer):
             return None
         begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
+        args, kwargs = with_gradients(args, kwargs, partial(self._take_gradients, optimizer)) or (args, kwargs)
         return begin_step(optimizer, args, kwargs, begin, changed)
 
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
@@ -309,6 +317,32 @@ class UpdateExchanger(Exchanger):
         if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
 
+    # Gradients within a node.
+
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average an optimizer's gradients over the ranks of a node, unless this was done for the step that comes next.
+
+        All ranks call it. Otherwise they average as the step begins, when other code may have clipped their gradients.
+        """
+        steps = self._steps[optimizer]
+        if self.reducer.workers == self.comm.size or steps.averaged:
+            return
+
+        def average() -> None:
+            self.updates.average_gradients(optimizer)
+            if steps.taken == 0:  # an earlier exchange may have left each rank its own moments
+                average_moments(self.reducer.node, optimizer)
+
+        before, self.phase = self.phase, Phase.EXCHANGING
+        self.session.launching()
+        self._run(average)
+        self.phase, steps.averaged = before, True
+
+    def _take_gradients(self, optimizer: Optimizer) -> None:
+        """Average gradients as a step begins. The next evaluation of its closure makes others."""
+        self.average_gradients(optimizer)
+        self._steps[optimizer].averaged = False
+
     @property
     def steps_taken(self) -> int:
         """The number of steps of all optimizers."""
@@ -327,12 +361,24 @@ class UpdateExchanger(Exchanger):
             self._exchange(optimizer, stepped)
         self.phase = Phase.IDLE
 
-    def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _attached(self, optimizer: Any) -> Any:
+        """Return the attached optimizer that a gradient scaler steps; None if it is another one."""
         # Lightning's or accelerate's wrapper has the attached optimizer; an attached Lookahead has an inner one.
         stepped = optimizer if optimizer in self._steps else getattr(optimizer, "optimizer", optimizer)
-        if stepped not in self._steps:
+        return stepped if stepped in self._steps else None
+
+    def _unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if (stepped := self._attached(optimizer)) is not None:
+            self._steps[stepped].averaged = False
+            self.average_gradients(stepped)  # before it looks for an overflow, which all ranks of a node must see
+        return unscale(scaler, optimizer, *args, **kwargs)
+
+    def _scaled_step(self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if (stepped := self._attached(optimizer)) is None:
             return step(scaler, optimizer, *args, **kwargs)
         self._steps[stepped].scaler = scaler
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.average_gradients(stepped)  # a fused optimizer unscales them itself
         with self.one_step(stepped):
             return step(scaler, optimizer, *args, **kwargs)
 
@@ -346,6 +392,7 @@ class UpdateExchanger(Exchanger):
         before = steps.taken
         yield
         if steps.taken == before:
+            self._take_gradients(optimizer)
             self._begin_step(optimizer)  # a rank that skips the step starts from the same weights as the others
             self._after_step(optimizer, stepped=False)
 
@@ -377,8 +424,10 @@ class UpdateExchanger(Exchanger):
             changes = partial(self.updates.changes, optimizer)
             if _needs_agreed_weights(self.reducer.method):
                 self._checks.look_for_copies(optimizer, changes, self.updates.parameters)
-            is_rescaled = self._rule.rescales(optimizer, self.comm.size)
-            compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
+            is_rescaled = self._rule.rescales(optimizer, self.reducer.workers)
+            compare = None
+            if self.reducer.workers > 1:
+                compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
             if overlap:
                 overlap.finish()
                 self.session.launching()  # raises an error that another thread has found meanwhile
@@ -412,10 +461,15 @@ class UpdateExchanger(Exchanger):
         self.session.launching()
 
     def _during(self, exchange: Callable[[], None]) -> None:
-        """Run `exchange`, record its failure, and measure how long training waits."""
+        """Run `exchange`. If it fails or is interrupted, this rank cannot take another step."""
         if self._overlap is None or not self._overlap.has_begun:  # otherwise it began within backward
             self._begin_exchange()
         self._checks.look_for_untracked(self.updates.ids)
+        self._run(exchange)
+        self.phase = Phase.IDLE
+
+    def _run(self, exchange: Callable[[], None]) -> None:
+        """Run `exchange`, record its failure, and measure how long training waits."""
         with timed(self.reducer.seconds, "exposed"):  # time that does not overlap with backward
             try:
                 exchange()
@@ -425,7 +479,6 @@ class UpdateExchanger(Exchanger):
                     raise self.session.error from error  # type: ignore[misc]
                 raise
             self.session.launched(self.session.stream if self.updates.is_pending else None)
-        self.phase = Phase.IDLE
 
     def _failed(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
@@ -469,6 +522,11 @@ class UpdateExchanger(Exchanger):
         self._unshared = self._rule.local_steps > 1 or self._rule.delayed
         self.exchange_pending()
 
+    def share_scales(self) -> None:
+        """Let gradient scalers take the loss scale of rank 0. All ranks call it."""
+        scalers = (steps.scaler for steps in self._steps.values() if steps.scaler is not None)
+        take_rank_0s(self.comm, dict.fromkeys(scalers))
+
     @torch.no_grad()
     def settle(self, gradients: bool = True) -> None:
         """Leave no difference among ranks but in residuals, at the price of dense exchanges. Gradients may follow.
@@ -486,8 +544,7 @@ class UpdateExchanger(Exchanger):
                 average_states(self.comm, optimizer)
             if gradients:
                 average_waiting_gradients(self.comm, self.optimizers)
-            scalers = (steps.scaler for steps in self._steps.values() if steps.scaler is not None)
-            take_rank_0s(self.comm, dict.fromkeys(scalers))
+            self.share_scales()
 
         self._during(settle)
 
@@ -536,6 +593,7 @@ class UpdateExchanger(Exchanger):
         for hook in self._hooks:
             hook.remove()
         unwrap("step", self._scaled_step)
+        unwrap("unscale_", self._unscale)
         self._unattached.close()
         if self._overlap is not None:
             self._overlap.close()

@@ -57,8 +57,9 @@ def attach_updates(
 ) -> Reducer:
     """Exchange the optimizers' updates of `model` after their steps. All ranks call it, before the first step.
 
-    The model is not wrapped: each rank steps on its local gradient. The call broadcasts weights and buffers from rank
-    0. A second call for the same model, with other optimizers, replaces the first one.
+    The model is not wrapped: each rank steps on its local gradient; if the method has `TwoLevel`, on the mean gradient
+    of its node. The call broadcasts weights and buffers from rank 0. A second call for the same model, with other
+    optimizers, replaces the first one.
 
     A model may be sharded by FSDP2 or tensor parallelism. Then each rank exchanges the updates of its shards with the
     other replicas. FSDP2 averages gradients within a replica only:

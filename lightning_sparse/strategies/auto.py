@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -56,8 +55,9 @@ from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.layout import Granularity, Layout
 from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
+from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.shards import local, parameters_of, reshard
-from lightning_sparse.strategies.fit_checks import trains_with_updates
+from lightning_sparse.strategies.fit_checks import check_placement, trains_with_updates
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.overlap_rules import gradient_hooks
 from lightning_sparse.strategies.strategy_options import StrategyOptions
@@ -72,7 +72,9 @@ log = logging.getLogger(__name__)
 KEY, BASIS = "lightning_sparse_auto", "lightning_sparse_auto_basis"
 """Keys of the choice in a checkpoint, and of its basis. The basis is the number of ranks, the seconds of a dense step
 on the link, and whether all candidates had been tried. A training without a choice has neither."""
-STOCK, BF16, TOPK, NEXT_STEP = "ddp", "ddp, bf16", "topk", "topk, next step"
+STOCK, BF16 = "ddp", "ddp, bf16"
+UPDATES = TOPK, NEXT_STEP, BY_NODE = "topk", "topk, next step", "topk, hierarchical"
+"""Candidates that exchange updates. With the last one, the ranks of a node average gradients, and are one worker."""
 SHORT = 0.05
 """Seconds on the link of a dense step. Below, training begins with stock all-reduce, which a few steps cannot hurt."""
 WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
@@ -224,20 +226,24 @@ class AutoStrategy(Mixin):
         return not others
 
     def _updates(
-        self, base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK]
+        self, base: StrategyOptions, trainer: Any, ranks: int, most: int = TRAINED["adamw"][TOPK], nodes: int = 1
     ) -> dict[str, StrategyOptions]:
         """Return the candidates that exchange updates, by name.
 
         Args:
             base, trainer, ranks: see `_candidates`.
-            most: largest number of ranks with which TopK trains as well as dense training.
+            most: largest number of workers with which TopK trains as well as dense training.
+            nodes: number of nodes. A node whose ranks average gradients is one worker.
         """
-        copies = any(getattr(each, "master_weights", None) for each in self.optimizers)  # as of Apex's FusedAdam
-        found = {TOPK: base} if ranks <= most and not copies else {}
+        if any(getattr(each, "master_weights", None) for each in self.optimizers):  # as of Apex's FusedAdam
+            return {}
+        found = {TOPK: base} if ranks <= most else {}
         # Weights differ among ranks while an exchange is pending, and a callback may average them then.
         averages = any(hasattr(each, "should_update") for each in trainer.callbacks)
         if found and self._arguments["overlap"] == "next_step" and ranks <= DELAYED and not averages:
             found[NEXT_STEP] = replace(base, overlap="next_step")
+        if 1 < nodes <= most and nodes < ranks:
+            found[BY_NODE] = replace(base, hierarchical=True)
         return found
 
     # Start and switches:
@@ -325,6 +331,8 @@ class AutoStrategy(Mixin):
         if isinstance(training, UpdateTraining):
             training.exchange_pending()
             if options is not None and options.choose(self.optimizers)[0] == "update":
+                if options.hierarchical:  # ranks that average gradients need one loss scale
+                    training.exchanger.share_scales()
                 state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
                 return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
             # In automatic optimization no gradient waits for a step now.
@@ -432,7 +440,7 @@ class AutoDDP(AutoStrategy):
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
-            found |= self._updates(base, trainer, ranks)
+            found |= self._updates(base, trainer, ranks, nodes=1 if is_sparse else self.num_nodes)
         for name in ("int8", "int4") if compresses_gradients else ():
             if trained[name] >= ranks:
                 found[name] = StrategyOptions(name, None, {}, base.reducer)
@@ -601,6 +609,12 @@ class _Choice:
             works = self._workloads(strategy) if len(self.options) > 1 else None
         names = [*self.options]
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
+        if BY_NODE in self.options:
+            try:
+                check_placement(gather(strategy.node_rank), strategy.num_processes)
+            except ValueError as error:
+                log.info(f"{self._name}: no candidate averages within nodes. {error}")
+                del self.options[BY_NODE]
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
         if works is not None:
             self.tuner.left_out = self._crowded(strategy)
@@ -620,8 +634,10 @@ class _Choice:
         first = names[0] if links[names[0]] < SHORT else min(suited, key=links.__getitem__)
         loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
         # A strategy that always takes TopK saves no choice.
-        kept = "" if not loaded.has_residuals else TOPK if loaded.choice in ("", NEXT_STEP) else loaded.choice
-        first = kept if kept in names else first
+        alike: tuple[str, ...] = (BY_NODE, TOPK) if loaded.choice == BY_NODE else (TOPK, BY_NODE)
+        alike = alike if loaded.choice in ("", *UPDATES) else (loaded.choice,)
+        kept = next((name for name in alike if loaded.has_residuals and name in names), "")
+        first = kept or first
         resumed = loaded.choice if loaded.choice in names else ""
         ranks, before, settled = loaded.basis or (0, 0.0, False)
         low, high = sorted((before, links[names[0]]))
@@ -631,7 +647,7 @@ class _Choice:
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
         self.tuner.left_out = left_out
         only = "the model, its hooks, the optimizer or the number of ranks"
-        why = "the checkpoint" if resumed or kept in names else "the link" if len(names) > 1 else only
+        why = "the checkpoint" if resumed or kept else "the link" if len(names) > 1 else only
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     @property
@@ -671,7 +687,7 @@ class _Choice:
         shards = int(strategy.world_size) // self._ranks
         numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
         gradients = Workload.even(-(-numel // shards), 0.0, 0.0, bucket_cap_mb)
-        if not {TOPK, NEXT_STEP} & {*self.options}:
+        if not self.options.keys() & {*UPDATES}:
             return gradients, gradients, gradients
         try:
             params, _, group_of = exchanged_parameters(module, strategy.optimizers)
@@ -679,7 +695,7 @@ class _Choice:
             if isinstance(strategy._training, UpdateTraining):
                 raise
             log.info(f"{self._name}: no candidate exchanges updates. {error}")
-            self.options = {name: each for name, each in self.options.items() if name not in (TOPK, NEXT_STEP)}
+            self.options = {name: each for name, each in self.options.items() if name not in UPDATES}
             return gradients, gradients, gradients
         shapes = {name: (-(-param.numel() // shards),) for name, param in params.items()}
         dtypes = {name: param.dtype for name, param in params.items()}
@@ -702,11 +718,10 @@ class _Choice:
         comm = ProcessGroupComm(strategy._group)
         self._link = Link(*measure_link(comm, strategy.root_device, comm.of_all()))
         gradients, buckets, whole = works
-        seconds = partial(self._seconds, ranks=comm.size, optimizers=strategy.optimizers)
-        links = {name: seconds(name, gradients) for name in self.options}
-        for name in (TOPK, NEXT_STEP):
+        links = {name: self._seconds(name, gradients, strategy) for name in self.options}
+        for name in UPDATES:
             if (options := self.options.get(name)) is not None:
-                in_buckets, in_one = seconds(name, buckets), seconds(name, whole)
+                in_buckets, in_one = (self._seconds(name, work, strategy) for work in (buckets, whole))
                 is_far = in_buckets - in_one > FAR
                 links[name] = in_one if is_far else in_buckets
                 granularity: Granularity = "model" if is_far else "bucket"
@@ -714,14 +729,14 @@ class _Choice:
                     self.options[name] = replace(options, reducer=replace(options.reducer, granularity=granularity))
         return links
 
-    def _seconds(self, name: str, work: Workload, ranks: int, optimizers: Sequence[Optimizer]) -> float:
+    def _seconds(self, name: str, work: Workload, strategy: AutoStrategy) -> float:
         """Return the seconds on the link of a step of a candidate."""
         method = DENSE
         if (options := self.options[name]) is not None:
-            what, method = options.choose(optimizers)[0], options.method
+            what, method = options.choose(strategy.optimizers)[0], options.with_nodes(strategy.num_processes)
             if what == "update":
-                method = replace(options.for_updates(method, ranks)[0], update_rule=None)
-        return step(method, work, ranks, self._link, Costs(), dense_bytes=2 if name == BF16 else 4).seconds
+                method = replace(options.for_updates(method, self._ranks)[0], update_rule=None)
+        return step(method, work, self._ranks, self._link, Costs(), dense_bytes=2 if name == BF16 else 4).seconds
 
     def _link_text(self) -> str:
         return f"the link carries {8e-6 * self._link.bandwidth:.3g} Mbit/s, {1e3 * self._link.latency:.2g} ms a message"

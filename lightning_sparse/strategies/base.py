@@ -210,18 +210,13 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
         reducer = training.exchanger.reducer
         if isinstance(two_level := reducer.method.aggregator, TwoLevel):
             check_placement(gather(self.node_rank), two_level.ranks_per_node)
-            selects = reducer.exchanged == "update" and reducer.method.is_sparse
-            if selects and two_level.ranks_per_node > 2 and self.global_rank == 0:
-                log.warning(
-                    f"hierarchical=True with updates, and {two_level.ranks_per_node} ranks on each node: with topk, "
-                    f"AdamW and eight, the loss ended above dense training in this project's benchmarks. Leave it out; "
-                    f"or compare the losses."
-                )
         if self.global_rank == 0:
             self.inform(run_summary(reducer, loggers, f"{training.exchanger.note}{training.note} Chosen by {why}."))
-        if reducer.comm.size == 1 and reducer.method.compresses and self.global_rank == 0:
+        if reducer.workers == 1 and reducer.method.compresses and self.global_rank == 0:
             kind, remedy = "rank", "Train with strategy='auto', or on several devices."
-            if self.world_size > 1:
+            if reducer.comm.size > 1:
+                kind, remedy = "node", "Train with strategy='ddp', or on several nodes."
+            elif self.world_size > 1:
                 kind, remedy = "replica", "Set replicas, or train with strategy='dense_hsdp'."
             log.warning(
                 f"{type(self).__name__} on one {kind} sends nothing to anybody, yet keeps back the entries that it "

@@ -67,9 +67,9 @@ class DDPOptions(Mixin):  # type: ignore[misc]
             updates: this rank alone skips its optimizer step, and it sends a part of its residual.
         clip_norm: largest 2-norm of a worker's local gradient, before compression. Use it in place of Trainer's
             gradient_clip_val and `fabric.clip_gradients`, which destroy entries that have already left the residuals.
-        hierarchical: add up densely inside each node, and compress only between nodes. It is for several devices that
-            share a network card. All nodes must have the same number of devices. With updates and more than two devices
-            per node a warning says that the loss may be higher.
+        hierarchical: average densely inside each node, and compress only between nodes. It is for several devices that
+            share a network card. All nodes must have the same number of devices. With updates, the devices of a node
+            average their gradients before each step, and so take the same steps.
         exchange: the exchanged quantity: the "gradient", or the "update" that each rank's optimizer makes of its local
             gradient. "auto" takes updates for a sparse method, unless the optimizer is torch's SGD, takes signs, shares
             its steps, or evaluates other weights.

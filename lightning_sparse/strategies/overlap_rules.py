@@ -31,6 +31,7 @@ def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
         (strategy._options.overlap == "none", "overlap='none'"),
         (method.local_steps > 1, "there are several steps before"),
         (method.delayed, "overlap='next_step'"),
+        (method.aggregator.ranks_per_link > 1, "the ranks of a node average gradients first"),
         (not module.automatic_optimization, "optimization is manual"),
         (strategy.scaler is not None, "the gradient scaler looks at all gradients"),
         (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,16 @@ class TrainerUpdates(UpdateTraining):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
+        closure = partial(self._evaluate, optimizer, closure)
         if not self._overlap_blocker and not overlap_blocker(self._strategy, self.exchanger.reducer.method):
             closure = self.exchanger.overlapped(optimizer, closure)
         return super().step(optimizer, closure, step)
+
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        if self._strategy.scaler is None:  # which averages as it unscales
+            self.exchanger.average_gradients(optimizer)  # before Lightning clips gradients and calls hooks
+        return result
 
     def _call_before_callbacks(self) -> Any:
         """Add a callback that exchanges pending updates before other callbacks swap, average or prune weights.

@@ -55,12 +55,13 @@ class UpdateTraining(Training):
         return with_gradients(args, kwargs, partial(self._check_gradients, optimizer))
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        """Clip this rank's gradient, or remove it if it is not finite."""
+        """Clip this worker's gradient, or remove it if it is not finite."""
+        self.exchanger.average_gradients(optimizer)
         options = self._strategy._options.reducer
         grads = [_values(param) for param in parameters_of([optimizer]) if param.grad is not None]
         norm = _total_norm(grads)
         if options.on_nonfinite == "skip" and not math.isfinite(norm) and not all(map(_is_finite, grads)):
-            # This rank sends a part of its residual, and the other ranks take the step.
+            # This worker sends a part of its residual, and the other ranks take the step.
             rank = self._strategy.global_rank
             log.warning(f"A gradient is not finite on rank {rank}: its optimizer leaves the step out.")
             optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """The exchange of optimizer updates for all segments of one rank.
 
-Each rank steps its own optimizer on its local gradient. The optimizer's change of the weights is the delta. The rank
-sends a compressed part of the delta, and all ranks apply the mean:
+Each rank steps its own optimizer on its local gradient; with `TwoLevel`, on the mean gradient of its node. The
+optimizer's change of the weights is the delta. The rank sends a compressed part of the delta, and all ranks apply the
+mean:
 
     updates = DeltaExchange(reducer, model, [optimizer])
     updates.begin(optimizer)        # present weights are the agreed ones
@@ -33,6 +34,7 @@ from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import check_all_sharded, is_frozen, like, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.node import average_gradients_
 from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
 
@@ -136,11 +138,29 @@ class DeltaExchange:
     @property
     def note(self) -> str:
         """One sentence about the exchange."""
-        method, size = self._reducer.method, self._reducer.comm.size
+        method, workers = self._reducer.method, self._reducer.workers
         optimizers = {each.optimizer for each in self.segments}
-        return self._rule.note(optimizers, method.density if method.is_sparse else None, size)
+        density, is_node = method.density if method.is_sparse else None, workers < self._reducer.comm.size
+        text = self._rule.note(optimizers, density, workers, "node" if is_node else "rank")
+        return f"The ranks of a node average gradients. {text}" if is_node else text
 
     # Before a step:
+
+    @torch.no_grad()
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Replace an optimizer's gradients by their means over the ranks of a node. All ranks call it.
+
+        Raises:
+            ValueError: a gradient is sparse.
+            RankFailure: another rank is at another step, or has other parameters.
+        """
+        self.refresh_parameters(stepping=True)
+        params = [self.parameters[name] for each in self.of(optimizer) for name in each.segment.names]
+        if not params:  # all are frozen
+            return
+        number, numel = self._optimizers.index(optimizer), sum(local(param).numel() for param in params)
+        self._reducer.agree(f"gradients of optimizer {number}, {numel} elements", local(params[0]).device)
+        average_gradients_(self._reducer.node, params)
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer, unless: Tensor | None = None, stepping: bool = True) -> None:

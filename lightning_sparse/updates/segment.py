@@ -229,14 +229,14 @@ class UpdateSegment:
             The exchange; and the moments, if they must be cleared at the sent entries, else None.
         """
         segment, weights, rule = self.segment, self._flat_weights, self._rule
-        size, references, find = self._reducer.comm.size, self._references, None
-        rescales = rule.rescales(self.optimizer, size)
+        workers, references, find = self._reducer.workers, self._references, None
+        rescales = rule.rescales(self.optimizer, workers)
         clears = self._clears and self._stepped is not None
         pays = clears and rule.momentum == "pay_out"
         if pays and rule.local_steps > 1 and references is None:
             pays = clears = False  # the change of the last step is unknown
         moments = self._moments(groups) if rescales or clears else None
-        rescaling = moments.rescaling(size) if moments is not None and rescales else None
+        rescaling = moments.rescaling(workers) if moments is not None and rescales else None
         changes_(deltas, weights, stepped, segment.bounds, rescaling)
         if self.ahead is not None:
             self._apply_mean(self.ahead)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -585,6 +586,37 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
 )
 def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, overlap, names):
     assert lightning_ranks(size, only_candidates, kind, size, overlap) == [names] * size
+
+
+def on_nodes(rank: int, nodes: list[int], plan: list[str]) -> tuple[list[str], list[str], list[Tensor], Tensor]:
+    """Train as torchrun or SLURM would start this rank on one of two nodes."""
+    os.environ.update(GROUP_RANK=str(nodes[rank]), LOCAL_RANK=str(nodes[:rank].count(nodes[rank])))
+    net, strategy, watch = Net(torch.optim.AdamW, lr=0.01), auto(plan), Watch(lambda module: module.weights)
+    steps = 6 * len(plan) or 2
+    run = trainer(strategy, 2, num_nodes=2, callbacks=[watch], max_steps=steps, max_epochs=-1)
+    run.fit(net, Loader(rank, 4))
+    (moments,) = ([state["exp_avg"] for state in each.state.values()] for each in run.optimizers)
+    return [*strategy._auto.options], watch.names, watch.weights, torch.cat([*map(torch.flatten, moments)])
+
+
+@pytest.mark.parametrize(("nodes", "names"), [([0, 0, 1, 1], ["topk, hierarchical"]), ([0, 1, 0, 1], [])])
+def test_nodes_of_several_ranks_are_a_candidate_if_their_ranks_follow_each_other(nodes, names):
+    """SLURM's --distribution=cyclic separates the ranks of a node."""
+    for found, *_ in lightning_ranks(4, on_nodes, nodes, []):
+        assert found == ["ddp", "ddp, bf16", "topk", "topk, next step", *names, "int4"]
+
+
+@full
+def test_ranks_are_equal_after_switches_to_averages_within_nodes_and_back():
+    plan = ["topk, hierarchical", "ddp", "topk", "topk, hierarchical"]
+    ranks = lightning_ranks(4, on_nodes, [0, 0, 1, 1], plan)
+    (_, names, first, _), *others = ranks
+    assert [*dict.fromkeys(names)] == plan[:3]
+    for _, _, weights, _ in others:
+        assert all(map(torch.equal, first, weights))
+    assert all(map(torch.isfinite, map(torch.sum, first)))
+    moments = [rank[-1] for rank in ranks]  # TopK without nodes has left each rank its own
+    assert [torch.equal(*pair) for pair in itertools.pairwise(moments)] == [True, False, True]
 
 
 @pytest.mark.parametrize(

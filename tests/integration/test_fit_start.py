@@ -283,18 +283,6 @@ def test_two_levels_need_the_ranks_of_a_node_next_to_each_other(nodes, wrong):
         assert f"the ranks {wrong} are to add up their gradients inside one node, but they are on several" in answers[0]
 
 
-@pytest.mark.parametrize(("optimizer", "size", "warned"), [("AdamW", 3, True), ("AdamW", 2, False), ("SGD", 3, False)])
-def test_updates_of_many_ranks_per_node_are_warned_of(optimizer, size, warned):
-    def rank(rank: int) -> list[str]:
-        messages = Messages()
-        net = Net(getattr(torch.optim, optimizer), lr=0.01)
-        trainer(SparseDDPStrategy("topk", hierarchical=True), size).fit(net, Loader(rank, size, 2))
-        return [text for text in messages.texts if f"and {size} ranks on each node" in text]
-
-    first, *others = lightning_ranks(size, rank)
-    assert [len(first), *map(len, others)] == [warned] + [0] * (size - 1)
-
-
 def test_placement_names_the_ranks():
     check_placement([0] * 8, 4)  # parts of a node are fine
     with pytest.raises(ValueError, match=r"ranks 2 to 3 .* \(rank 2 on node 0, rank 3 on node 1\)"):
