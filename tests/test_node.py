@@ -304,6 +304,21 @@ def test_ranks_that_are_out_of_step_get_an_error(mistake):
         assert seconds < SOON
 
 
+def test_the_error_of_a_value_that_is_not_finite_says_that_its_node_made_it():
+    def run(rank: int) -> Any:
+        net = Linear()
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        attach_updates(net, optimizer, Method(TopK(0.1), aggregator=TwoLevel(Mean(), 2)))
+        (net.loss(rank, 0) * (float("nan") if rank == 3 else 1)).backward()
+        return caught(optimizer.step)
+
+    for kind, text, seconds in run_ranks(4, run):
+        assert kind == "NonFiniteGradient"
+        assert "is not finite on rank 2" in text
+        assert text.count("another rank of this rank's node may have made the value") == 1
+        assert seconds < SOON
+
+
 def test_a_sparse_gradient_is_an_error_on_all_ranks():
     def rank(rank: int) -> Any:
         net = nn.Embedding(50, 4, sparse=True)

@@ -31,6 +31,7 @@ from lightning_sparse._compat import (
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
+from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step, is_inner_step, with_gradients
 from lightning_sparse.hooks.equal_states import (
@@ -66,6 +67,7 @@ from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
 
 log = logging.getLogger(__name__)
+OF_NODE = "The ranks of a node average gradients, so another rank of this rank's node may have made the value."
 
 
 class Phase(enum.Enum):
@@ -488,6 +490,8 @@ class UpdateExchanger(Exchanger):
     def _end_by(self, error: BaseException) -> None:
         """Record an error of this thread, or of the thread that exchanges."""
         self._buffers.explain(error)
+        if isinstance(error, NonFiniteGradient) and self.reducer.workers < self.comm.size and OF_NODE not in str(error):
+            error.args = (f"{error} {OF_NODE}",)
         self.session.end_by(error)
 
     @torch.inference_mode(False)  # other threads and later steps change its tensors

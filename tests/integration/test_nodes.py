@@ -1,5 +1,6 @@
 """Two nodes of two ranks with hierarchical=True: the ranks of a node average gradients, and nodes exchange updates."""
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_sparse import SparseDDPStrategy
 from tests.integration.failing import SOON, caught
 from tests.integration.forms import FORMS, OwnScaler, Unused, scaler
-from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
+from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.support.tiers import in_full, tiers
 
 
@@ -127,6 +128,24 @@ def test_one_node_takes_the_steps_of_stock_ddp(clip):
 
     for ours, stock in lightning_ranks(4, run):
         assert torch.allclose(ours, stock, rtol=1e-4, atol=1e-5)  # sums have another order
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer of the user."""
+
+
+def test_one_node_is_told_that_it_sends_nothing():
+    """All ranks make the same updates, which is no mistake here."""
+
+    def run(rank: int) -> list[str]:
+        messages = Messages()
+        ours = SparseDDPStrategy("topk", exchange="update", hierarchical=True)
+        fit(rank, partial(Net, Own, lr=0.01), ours, nodes=1)
+        return messages.texts
+
+    first, *others = lightning_ranks(4, run)
+    assert [text for text in first if "on one node sends nothing to anybody" in text]
+    assert not any("same update" in text for text in (*first, *itertools.chain(*others)))
 
 
 class Absent(Net):
