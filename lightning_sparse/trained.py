@@ -1,7 +1,7 @@
 """Methods that trained as well as dense training in this project's benchmarks."""
 
 TRAINED = {
-    "adamw": {"topk": 8, "gaussiank": 2, "int4": 4, "int8": 2},
+    "adamw": {"topk": 8, "gaussiank": 2, "int4": 8, "int8": 2},
     "sgd": {"int4": 2, "int8": 2},
 }
 """Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
@@ -19,7 +19,7 @@ ABOVE_DENSE = {"Muon", "Ranger", "SOAP", "AdEMAMix", "Lookahead", "DAdaptSGD"}
 """Optimizers with which it was higher by more than that, besides SGD and Lion."""
 DELAYED = 4
 """The same for TopK updates with AdamW and overlap="next_step" (`language.csv`)."""
-BFLOAT16 = 4
+BFLOAT16 = 8
 """The same for dense all-reduce of bfloat16 gradients with AdamW (`language.csv`)."""
 SHARDED = 2
 """The same for TopK updates with AdamW between replicas that FSDP2 shards (`sharded.csv`)."""

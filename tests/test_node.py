@@ -59,6 +59,17 @@ def test_equal_gradients_of_two_ranks_come_back_exactly():
         assert found == {**given, "never": None, "none": None}
 
 
+def test_the_gradient_of_a_sum_has_one_value_in_memory():
+    def rank(comm: Comm) -> list[float]:
+        param = nn.Parameter(torch.zeros(5))
+        (param.grad,) = torch.autograd.grad(param.sum() * (1 + comm.rank), [param])
+        with torch.no_grad():
+            node.average_gradients_(comm, [param])
+        return param.grad.tolist()
+
+    assert simulate(2, rank) == [[1.5] * 5] * 2
+
+
 def test_values_that_are_not_finite_reach_all_ranks_of_the_node_and_no_others():
     def rank(comm: Comm) -> list[float]:
         value = float("nan") if comm.rank == 1 else 1.0
@@ -270,6 +281,47 @@ def test_ranks_are_equal_in_weights_and_those_of_a_node_in_moments_if_entries_wa
                 for key in ("weights", "moments") if right is not third else ("weights",):
                     assert all(map(torch.equal, one[key], other[key])), (how.__name__, step, key)
     assert not torch.equal(first[0][0]["moments"][0], third[0][0]["moments"][0])
+
+
+def after_training_alone(rank: int) -> list[Tensor]:
+    """Train without nodes, so that ranks have different moments and numbers of steps; then with them."""
+    net = Linear()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    attach_updates(net, optimizer, Method(TopK(0.1)))
+    partly(net, optimizer, rank, 0)  # rank 0 has no moments of `b`
+    exchange_of(optimizer).close()
+    for state in optimizer.state.values():
+        state["step"] += rank
+    attach_updates(net, optimizer, Method(TopK(0.1), aggregator=TwoLevel(Mean(), 2)))
+    for step in (1, 2):
+        optimizer.zero_grad()
+        backward(net, optimizer, rank, step)
+    return [*net.parameters(), *(x for param in net.parameters() for x in optimizer.state[param].values())]
+
+
+def test_ranks_that_have_trained_alone_take_the_states_of_their_nodes_first_rank():
+    first, second, third, last = run_ranks(4, after_training_alone)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, third, last))
+    assert all(map(torch.equal, first[:2], third[:2]))
+    assert not all(map(torch.equal, first, third))
+
+
+def interrupted_then_on(rank: int) -> Any:
+    net = Linear()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    attach_updates(net, optimizer, Method(TopK(0.1), aggregator=TwoLevel(Mean(), 2)))
+    backward(net, optimizer, rank, 0)
+    if rank == 0:
+        with mock.patch.object(node, "_means", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            backward(net, optimizer, rank, 1)
+    return caught(lambda: backward(net, optimizer, rank, 1))
+
+
+def test_an_interrupt_within_an_average_ends_training():
+    for _, text, seconds in run_ranks(2, interrupted_then_on):
+        assert "An exchange of updates was interrupted on this rank, as by Ctrl-C" in text
+        assert seconds < SOON
 
 
 def pending_too_early(net: Linear, optimizers: Any, rank: int) -> None:

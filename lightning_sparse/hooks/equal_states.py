@@ -22,11 +22,13 @@ KEPT = "lightning_sparse: kept"
 
 
 @torch.no_grad()
-def average_moments(comm: Comm, optimizer: Optimizer) -> None:
-    """Replace the tensors of an optimizer's state by their means over the ranks. All ranks call it.
+def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
+    """Make an optimizer's state equal on all ranks. All ranks call it.
 
-    There is no mean if ranks have states of different parameters, or if a state has quantized moments or other objects.
-    The states of sharded parameters are this rank's part.
+    Floating-point tensors become their mean over the ranks. If the `state_dict` still differs among ranks, for example
+    because of different counts of steps, all ranks load rank 0's. There is no mean if ranks have states of different
+    parameters, or if a state has quantized moments or other objects. The states of sharded parameters are this rank's
+    part.
     """
     params = parameters_of([optimizer])
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
@@ -36,18 +38,29 @@ def average_moments(comm: Comm, optimizer: Optimizer) -> None:
     if _are_equal(comm, kinds, params[0].device) and is_plain:
         for x in filter(Tensor.numel, tensors):
             x.copy_(comm.all_reduce(x.float().contiguous()).div_(comm.size))  # NCCL takes no other strides
-
-
-def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
-    """Make an optimizer's state equal on all ranks. All ranks call it.
-
-    If the `state_dict` still differs after `average_moments`, for example because of different counts of steps, all
-    ranks load rank 0's.
-    """
-    average_moments(comm, optimizer)
     own = optimizer.state_dict()
-    if not _are_equal(comm, own, parameters_of([optimizer])[0].device):
+    if not _are_equal(comm, own, params[0].device):
         load_optimizer(optimizer, _merged(own, _from_rank_0(comm, _sent(own))))
+
+
+@torch.no_grad()
+def share_states(comm: Comm, node: Comm, optimizer: Optimizer) -> None:
+    """Let the ranks of each node take the optimizer's state of its first rank, unless they have equal states.
+
+    Args:
+        comm: this rank's connection to all ranks, which call it.
+        node: its connection to the ranks of its node.
+    """
+    own, device = optimizer.state_dict(), local(parameters_of([optimizer])[0]).device
+    digests = _digests(comm, own, device).view(-1, node.size)
+    if not bool((digests != digests[:, :1]).any()):
+        return
+    # All nodes make the same calls, because those of a node are calls of all ranks.
+    message = torch.frombuffer(bytearray(pickle.dumps(_sent(own))), dtype=torch.uint8).to(device)
+    length = int(node.broadcast(torch.tensor([message.numel()], device=device), 0))
+    message = node.broadcast(message if node.rank == 0 else message.new_empty(length), 0)
+    if node.rank:
+        load_optimizer(optimizer, _merged(own, pickle.loads(message.cpu().numpy().tobytes())))
 
 
 @torch.no_grad()
@@ -88,12 +101,16 @@ def _from_rank_0(comm: ProcessGroupComm, value: Any) -> Any:
     return values[0]
 
 
-def _are_equal(comm: Comm, value: Any, device: torch.device) -> bool:
-    """Return whether a value has the same hash on all ranks."""
+def _digests(comm: Comm, value: Any, device: torch.device) -> Tensor:
+    """Return hashes of each rank's value."""
     digest = hashlib.sha256()
     _add(digest, value)
-    own = torch.tensor([int.from_bytes(digest.digest()[:8], "little", signed=True)], device=device)
-    found = comm.all_gather(own)
+    return comm.all_gather(torch.tensor([int.from_bytes(digest.digest()[:8], "little", signed=True)], device=device))
+
+
+def _are_equal(comm: ProcessGroupComm, value: Any, device: torch.device) -> bool:
+    """Return whether a value has the same hash on all ranks."""
+    found = _digests(comm, value, device)
     return not bool((found != found[0]).any())
 
 

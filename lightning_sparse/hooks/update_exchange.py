@@ -35,9 +35,9 @@ from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step, is_inner_step, with_gradients
 from lightning_sparse.hooks.equal_states import (
-    average_moments,
     average_states,
     average_waiting_gradients,
+    share_states,
     take_rank_0s,
 )
 from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
@@ -301,13 +301,7 @@ class UpdateExchanger(Exchanger):
     def _begin_step(self, optimizer: Optimizer, unless: Tensor | None = None) -> None:
         if self._overlap is not None and self._overlap.has_begun:
             return
-        if self.phase is Phase.EXCHANGING:
-            error = self.session.error or RuntimeError(
-                "An exchange of updates was interrupted on this rank, as by Ctrl-C: entries of its residual may be "
-                "lost, and other ranks may have completed the exchange. Restart all ranks from a checkpoint."
-            )
-            self._failed(error)
-            raise error
+        self._check_uninterrupted()
         if any(map(is_sharded, self.updates.parameters.values())) and (model := self._unattached.model) is not None:
             reshard(model)  # after a forward pass without backward, the root would keep its whole weights
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
@@ -319,25 +313,40 @@ class UpdateExchanger(Exchanger):
         if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
 
+    def _check_uninterrupted(self) -> None:
+        if self.phase is Phase.EXCHANGING:
+            error = self.session.error or RuntimeError(
+                "An exchange of updates was interrupted on this rank, as by Ctrl-C: entries of its residual may be "
+                "lost, and other ranks may have completed the exchange. Restart all ranks from a checkpoint."
+            )
+            self._failed(error)
+            raise error
+
     # Gradients within a node.
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average an optimizer's gradients over the ranks of a node, unless this was done for the step that comes next.
 
-        All ranks call it. Otherwise they average as the step begins, when other code may have clipped their gradients.
+        All ranks call it. Without this call they average as the step begins, when other code may have clipped them.
         """
         steps = self._steps[optimizer]
         if self.reducer.workers == self.comm.size or steps.averaged:
             return
+        self._check_uninterrupted()
 
         def average() -> None:
             self.updates.average_gradients(optimizer)
             if steps.taken == 0:  # an earlier exchange may have left each rank its own moments
-                average_moments(self.reducer.node, optimizer)
+                share_states(self.comm, self.reducer.node, optimizer)
 
         before, self.phase = self.phase, Phase.EXCHANGING
         self.session.launching()
-        self._run(average)
+        try:
+            self._run(average)
+        except BaseException:
+            if before is Phase.STEPPING:  # an optimizer such as SAM may have changed weights
+                self.updates.abandon(optimizer)
+            raise
         self.phase, steps.averaged = before, True
 
     def _take_gradients(self, optimizer: Optimizer) -> None:
@@ -427,9 +436,8 @@ class UpdateExchanger(Exchanger):
             if _needs_agreed_weights(self.reducer.method):
                 self._checks.look_for_copies(optimizer, changes, self.updates.parameters)
             is_rescaled = self._rule.rescales(optimizer, self.reducer.workers)
-            compare = None
-            if self.reducer.workers > 1:
-                compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
+            compare = self._checks.look_for_equal_updates(optimizer, changes, is_rescaled)
+            compare = compare if self.reducer.workers > 1 else None
             if overlap:
                 overlap.finish()
                 self.session.launching()  # raises an error that another thread has found meanwhile

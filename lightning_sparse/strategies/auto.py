@@ -611,9 +611,12 @@ class _Choice:
         agree({f"candidates of {self._name}": names}, strategy.root_device, strategy._timeout)
         if BY_NODE in self.options:
             try:
-                check_placement(gather(strategy.node_rank), strategy.num_processes)
+                nodes, counts = zip(*gather((strategy.node_rank, strategy.num_processes)), strict=True)
+                if len({*counts}) > 1:  # with SLURM
+                    raise ValueError(f"Nodes have different numbers of ranks: {', '.join(map(str, {*counts}))}.")
+                check_placement(nodes, counts[0])
             except ValueError as error:
-                log.info(f"{self._name}: no candidate averages within nodes. {error}")
+                log.info(f"{self._name}: no candidate averages within nodes. {error}".split("; or leave")[0])
                 del self.options[BY_NODE]
         self.tuner = Tuner(self._measure(strategy, works) if works is not None else {names[0]: 0.0}, names[0])
         if works is not None:

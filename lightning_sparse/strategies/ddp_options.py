@@ -64,7 +64,7 @@ class DDPOptions(Mixin):  # type: ignore[misc]
         seed: the seed of the method's random choices.
         on_nonfinite: reaction to a NaN or an infinity in a gradient, without a gradient scaler. "raise": an error on
             all ranks. "skip" with gradients: all ranks skip the step, and `reducer.skipped` counts it. "skip" with
-            updates: this rank alone skips its optimizer step, and it sends a part of its residual.
+            updates: this worker alone skips its optimizer step, and it sends a part of its residual.
         clip_norm: largest 2-norm of a worker's local gradient, before compression. Use it in place of Trainer's
             gradient_clip_val and `fabric.clip_gradients`, which destroy entries that have already left the residuals.
         hierarchical: average densely inside each node, and compress only between nodes. It is for several devices that

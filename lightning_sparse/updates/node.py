@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_sparse.comm import Comm
 from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.shards import like, local
 
 CHUNK = 1 << 23
-"""Number of elements above which parameters are averaged apart from the next ones, so that buffers stay small."""
+"""Number of elements above which gradients are averaged apart from the next ones. So fewer are copied at a time."""
 
 
 def average_gradients_(node: Comm, params: Sequence[Tensor]) -> None:
@@ -28,54 +27,54 @@ def average_gradients_(node: Comm, params: Sequence[Tensor]) -> None:
     Raises:
         ValueError: a gradient is sparse.
     """
-    for param in params:
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise ValueError(
-                f"A parameter of shape {[*param.shape]} has a sparse gradient, and the ranks of a node average dense "
-                f"gradients. Set sparse=False of the embedding; or leave hierarchical=True out, so that ranks step "
-                f"alone."
-            )
-    has_grad = [param.grad is not None for param in params]
-    head = to_device(torch.tensor(has_grad, dtype=torch.float32, device="cpu"), local(params[0]).device)
-    shares: Iterator[float] | None = None
-    for chunk in _chunks(params):
-        parts = [head, *(_flat_gradient(param) for param in chunk)]
-        head, *means = _mean(node, torch.cat(parts)).split([x.numel() for x in parts])
-        if shares is None:  # of the ranks that have each gradient
-            shares = iter([1.0] * len(has_grad) if all(has_grad) else head.tolist())
-        head = head[:0]  # only before the first chunk
-        pairs = [
-            (_gradient(param), mean) for param, mean, share in zip(chunk, means, shares, strict=False) if share > 0
-        ]
-        if pairs:
-            torch._foreach_copy_([grad for grad, _ in pairs], [mean.view(grad.shape) for grad, mean in pairs])
+    weights, grads = [local(param) for param in params], [_gradient(param) for param in params]
+    found = torch.tensor([grad is not None for grad in grads], dtype=torch.float32, device="cpu")
+    shares = to_device(found, weights[0].device)  # of the ranks that have each gradient
+    missing: list[tuple[int, Tensor]] = []
+    for first, end in _chunks(weights):
+        pairs = zip(weights[first:end], grads[first:end], strict=True)
+        parts = [x.new_zeros(x.numel()) if grad is None else grad.reshape(-1) for x, grad in pairs]
+        means = _means(node, parts if first else [shares, *parts])
+        shares = shares if first else means.pop(0)
+        own = [(grad, mean) for grad, mean in zip(grads[first:end], means, strict=True) if grad is not None]
+        if own:
+            torch._foreach_copy_([grad for grad, _ in own], [mean.view(grad.shape) for grad, mean in own])
+        missing += [(i, mean) for i, mean in enumerate(means, first) if grads[i] is None]
+    of_ranks = shares.tolist() if missing else []
+    for i, mean in missing:
+        if of_ranks[i] > 0:
+            params[i].grad = like(params[i], torch.empty_like(weights[i]).copy_(mean.view(weights[i].shape)))
 
 
-def _chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    chunk, numel = list[Tensor](), 0
-    for param in params:
-        chunk.append(param)
-        numel += local(param).numel()
-        if numel >= CHUNK:
-            yield chunk
-            chunk, numel = [], 0
-    if chunk:
-        yield chunk
-
-
-def _mean(node: Comm, x: Tensor) -> Tensor:
-    """Return the mean of `x`, 1-D, over the ranks of a node: equal bits on all of them."""
-    part = node.reduce_scatter_mean(pad(x, (0, -len(x) % node.size)))
-    return node.all_gather(part).view(-1)[: len(x)]
-
-
-def _flat_gradient(param: Tensor) -> Tensor:
-    x = local(param)
-    return x.new_zeros(x.numel()) if param.grad is None else local(param.grad).reshape(-1)
-
-
-def _gradient(param: Tensor) -> Tensor:
-    """Return a parameter's gradient; make one if it is missing."""
+def _gradient(param: Tensor) -> Tensor | None:
+    """Return a parameter's gradient, if it has one."""
     if param.grad is None:
-        param.grad = like(param, torch.empty_like(local(param)))
-    return local(param.grad)
+        return None
+    grad = local(param.grad)
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"A parameter of shape {[*param.shape]} has a sparse gradient, and the ranks of a node average dense "
+            f"gradients. Set sparse=False of the embedding; or leave hierarchical=True out, so that ranks step alone."
+        )
+    if 0 in grad.stride():  # an expanded tensor, such as autograd.grad returns
+        param.grad = like(param, grad.clone(memory_format=torch.contiguous_format))
+        grad = local(param.grad)
+    return grad
+
+
+def _chunks(weights: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the index of the first tensor of each chunk, and of the tensor after its last one."""
+    first = numel = 0
+    for end, x in enumerate(weights, 1):
+        numel += x.numel()
+        if numel >= CHUNK or end == len(weights):
+            yield first, end
+            first, numel = end, 0
+
+
+def _means(node: Comm, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the means of 1-D tensors over the ranks of a node: equal bits on all of them, fp32 at least."""
+    sizes = [x.numel() for x in parts]
+    padding = parts[0].new_zeros(-sum(sizes) % node.size, dtype=torch.float32)  # fp32 also decides the dtype
+    mean = node.all_gather(node.reduce_scatter_mean(torch.cat([*parts, padding]))).view(-1)
+    return list(mean[: sum(sizes)].split(sizes))

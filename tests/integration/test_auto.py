@@ -581,7 +581,7 @@ def only_candidates(rank: int, kind: str, size: int, overlap: Any) -> list[str]:
         ("Adagrad", 2, None, ["ddp", "ddp, bf16", "topk", "int8", "int4"]),
         ("clipping", 2, None, ["ddp"]),
         ("changed gradients", 2, None, ["ddp"]),
-        *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "topk"])], []),
+        *tiers([("SGD", 3, None, ["ddp"]), ("AdamW", 5, None, ["ddp", "ddp, bf16", "topk", "int4"])], []),
     ],
 )
 def test_only_methods_that_trained_as_well_as_dense_are_candidates(kind, size, overlap, names):
