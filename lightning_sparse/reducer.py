@@ -25,8 +25,9 @@ from lightning_sparse.aggregators import Aggregator
 from lightning_sparse.comm import Comm, RankFailure
 from lightning_sparse.compressors.base import Compressor, Entries, Update, parts_of
 from lightning_sparse.context import Context, State
-from lightning_sparse.exchange import Exchange, NonFiniteGradient
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
+from lightning_sparse.exchange import NonFiniteGradient as NonFiniteGradient
 from lightning_sparse.gradients import check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.gradient_table import Placed
 from lightning_sparse.kernels.graphs import NO_GRAPHS, Captures, Graphs

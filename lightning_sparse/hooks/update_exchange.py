@@ -31,7 +31,6 @@ from lightning_sparse._compat import (
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
-from lightning_sparse.exchange import NonFiniteGradient
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import begin_step, is_inner_step, with_gradients
 from lightning_sparse.hooks.equal_states import (
@@ -60,7 +59,7 @@ from lightning_sparse.hooks.scalers import unwrap, wrap
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
-from lightning_sparse.reducer import timed
+from lightning_sparse.reducer import NonFiniteGradient, timed
 from lightning_sparse.shards import check_group, groups_of, is_any_sharded, is_sharded, local, locals_of, reshard
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
