@@ -126,9 +126,7 @@ class Reducer:
     @property
     def node(self) -> Comm:
         """This rank's connection to the ranks of its node, if the aggregator is `TwoLevel`; otherwise to itself."""
-        count = self.method.aggregator.ranks_per_link
-        first = self.comm.rank // count * count
-        return self.comm.sub(range(first, first + count), counted=False)
+        return self.comm.sub(self.method.aggregator.node_of(self.comm.rank), counted=False)
 
     @property
     def captures(self) -> Captures:

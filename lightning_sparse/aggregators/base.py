@@ -40,6 +40,11 @@ class Aggregator(abc.ABC, Generic[C]):
     ranks_per_link: int = 1
     """Number of ranks that share a network card and divide a segment among them."""
 
+    def node_of(self, rank: int) -> range:
+        """Return the ranks that share a network card with a rank, itself among them."""
+        first = rank // self.ranks_per_link * self.ranks_per_link
+        return range(first, first + self.ranks_per_link)
+
     @abc.abstractmethod
     def __call__(self, u: Tensor, compressor: C, exchange: Exchange, ctx: Context) -> tuple[Update, Update]:
         """Compress, exchange and combine.

@@ -67,8 +67,7 @@ class TwoLevel(Aggregator[Compressor]):
         segment, count = ctx.segment, self.ranks_per_node
         exchange.check_finite(u)  # check before summing, so that the error names the rank
         exchange.agree()
-        first = exchange.rank // count * count
-        intra = exchange.sub(range(first, first + count), counted=False)
+        intra = exchange.sub(self.node_of(exchange.rank), counted=False)
         parts = cut(segment, count)
         part = parts[intra.rank]
         members = range(exchange.rank % count, exchange.size, count)

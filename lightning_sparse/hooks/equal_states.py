@@ -55,7 +55,7 @@ def share_states(comm: Comm, node: Comm, optimizer: Optimizer) -> None:
     digests = _digests(comm, own, device).view(-1, node.size)
     if not bool((digests != digests[:, :1]).any()):
         return
-    # All nodes make the same calls, because those of a node are calls of all ranks.
+    # A call within a node is a call of all ranks, so all nodes make the same ones.
     message = torch.frombuffer(bytearray(pickle.dumps(_sent(own))), dtype=torch.uint8).to(device)
     length = int(node.broadcast(torch.tensor([message.numel()], device=device), 0))
     message = node.broadcast(message if node.rank == 0 else message.new_empty(length), 0)

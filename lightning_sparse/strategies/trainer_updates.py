@@ -42,16 +42,17 @@ class TrainerUpdates(UpdateTraining):
         self.exchanger.before_backward()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
         closure = partial(self._evaluate, optimizer, closure)
+        # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
         if not self._overlap_blocker and not overlap_blocker(self._strategy, self.exchanger.reducer.method):
             closure = self.exchanger.overlapped(optimizer, closure)
         return super().step(optimizer, closure, step)
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Evaluate a step's closure; then let the ranks of a node average gradients, before Lightning clips them."""
         result = closure()
-        if self._strategy.scaler is None:  # which averages as it unscales
-            self.exchanger.average_gradients(optimizer)  # before Lightning clips gradients and calls hooks
+        if self._strategy.scaler is None:  # otherwise they average as the scaler unscales gradients
+            self.exchanger.average_gradients(optimizer)
         return result
 
     def _call_before_callbacks(self) -> Any:
