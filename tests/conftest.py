@@ -35,31 +35,37 @@ torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 # Of the full tier, `make test-all` runs the first case of a test without quick cases, and one of others in this number.
 # Each commit has another sample, so that all cases run in the course of time.
 ONE_IN = 40
+# Tests here start processes, so `make test` runs one quick case of each, and `make test-all` the others.
+PROCESSES = Path(__file__).parent / "integration"
 
 
 def _commit():
-    """Return the number of the commit, modulo `ONE_IN`; 0 without git or outside of a repository."""
+    """Return the number of the commit; 0 without git or outside of a repository."""
     here = Path(__file__).parent
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return int(git.stdout, 16) % ONE_IN
+    return int(git.stdout, 16)
 
 
 def pytest_collection_modifyitems(items):
-    """Mark cases as `full` by `one_in`, and as `exhaustive` if `make test-all` skips them."""
+    """Mark cases as `full` by `one_in`, as `exhaustive` if `make test-all` skips them, and as `rest` if it has them."""
     interpreted = not torch.cuda.is_available()  # with a GPU, all these cases take seconds
     places = defaultdict(dict)
     for item in items:
         mark = item.get_closest_marker("one_in") if interpreted else None
         if mark and not item.get_closest_marker("full") and sum(_place(item, places)) % mark.args[0]:
             item.add_marker("full")
-    quick = {_test(item) for item in items if not item.get_closest_marker("full")}
-    seen, sampled = Counter(), _commit()
+    quick = Counter(_test(item) for item in items if not item.get_closest_marker("full"))
+    seen, commit = Counter(), _commit()
     for item in items:
-        if item.get_closest_marker("full"):
-            counted, place = (item.path, sampled) if _test(item) in quick else (_test(item), 0)
+        if not item.get_closest_marker("full"):
+            if interpreted and PROCESSES in item.path.parents and seen[_test(item)] != commit % quick[_test(item)]:
+                item.add_marker("rest")
+            seen[_test(item)] += 1
+        else:
+            counted, place = (item.path, commit % ONE_IN) if _test(item) in quick else (_test(item), 0)
             if seen[counted] % ONE_IN != place:
                 item.add_marker("exhaustive")
             seen[counted] += 1

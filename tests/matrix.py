@@ -116,7 +116,7 @@ def write(rows: dict[str, dict[str, object]]) -> None:
     lines = [
         "# Versions",
         "",
-        "`make matrix` runs the tests of `make test` on a CPU, each row in a fresh environment. It writes this page;",
+        "`make matrix` runs the quick tests on a CPU, each row in a fresh environment. It writes this page;",
         "do not edit it. Kernels run in Triton's interpreter, and are compiled for GPUs. The oldest row has the lowest",
         "supported version of every package. The newest has the versions that pip chose.",
         "",

@@ -341,6 +341,7 @@ def test_shards_of_what_is_recommended_have_trained_as_dense():
     assert level(sharded, "TopUp between replicas", replicas=advise.SHARDED, shards=2)
 
 
+@full
 def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "gtopk", "sparseloco")})
     far = "--bandwidth", "1Mbit", "--backward", "1", "--latency", "0.05"

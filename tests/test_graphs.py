@@ -93,6 +93,7 @@ def compare(name, ranks, **options):
     return len(replayed)
 
 
+@full
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "graphs"),
@@ -394,6 +395,7 @@ def test_a_late_capture_drops_the_graphs_that_follow_it():
         assert list(found._captured) == [("double", 2)]
 
 
+@full
 @needs_triton
 def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
     """The worker's kernels may still read it when the training thread's stream gets its memory."""

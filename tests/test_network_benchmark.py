@@ -100,6 +100,7 @@ def forward_passes(rank, out):
     return trains
 
 
+@full
 def test_the_first_training_is_warm(tmp_path):
     pytest.importorskip("sklearn")
     (trains,) = run_ranks(1, forward_passes, str(tmp_path / "records"))

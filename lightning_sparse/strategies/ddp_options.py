@@ -106,7 +106,7 @@ class DDPOptions(Mixin):  # type: ignore[misc]
             if unsupported.get(option) not in (None, False):
                 raise ValueError(f"{type(self).__name__}({option}=...): {why.format(option=option)}")
         # Lightning's DDPStrategy and DistributedDataParallel check their options when the model is wrapped, or never.
-        makers = [DistributedDataParallel, *(cls for cls in type(self).__mro__ if "__init__" in vars(cls))]
+        makers = [DistributedDataParallel, *(cls for cls in type(self).__mro__[:-1] if "__init__" in vars(cls))]
         known = {name for cls in makers for name in inspect.signature(cls.__init__).parameters}  # type: ignore[misc]
         own = {name: kwargs.pop(name) for name in method_options(type(self).__name__, known, method, kwargs)}
         check_optional("timeout", kwargs.get("timeout"))

@@ -244,6 +244,7 @@ def test_a_name_that_differs_between_ranks_is_rank_0s(options, tmp_path):
     assert lightning_ranks(2, rank, patience=300) == [([], True, True)] * 2
 
 
+@full
 def test_each_ranks_own_name_in_save_checkpoint_is_rank_0s(tmp_path):
     def rank(rank):
         os.makedirs(tmp_path / f"cwd{rank}", exist_ok=True)
@@ -258,6 +259,7 @@ def test_each_ranks_own_name_in_save_checkpoint_is_rank_0s(tmp_path):
     assert lightning_ranks(2, rank, patience=300) == [([], [], True)] * 2
 
 
+@full
 def test_names_on_a_remote_file_system_are_literal():
     def rank(rank):
         path = "memory://run [1]/*?{a}.ckpt"
@@ -347,6 +349,7 @@ class Late(TorchCheckpointIO):
         self.kept.append(checkpoint)
 
 
+@full
 def test_a_writer_that_comes_later_gets_weights_and_moments_that_no_step_changes(tmp_path):
     """During an exchange of updates, the memory of the weights holds updates."""
 

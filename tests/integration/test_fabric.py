@@ -192,6 +192,7 @@ def set_up_apart(fabric: Any, module: Any) -> tuple[Any, Any]:
     return model, fabric.setup_optimizers(module.configure_optimizers())
 
 
+@full
 @one_in(2)
 @of_both
 def test_set_up_apart_is_the_same_as_together(exchange):
@@ -248,6 +249,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.randn(8, 16, generator=generator)).pow(2).mean()
 
 
+@full
 def test_several_optimizers_of_a_model():
     def run(rank: int) -> list[Tensor]:
         weights = []
@@ -514,6 +516,7 @@ def test_checkpoints_of_stock_ddp_and_for_it(exchange, tmp_path):
     assert torch.equal(ranks[0][0]["weights"], ranks[1][0]["weights"])
 
 
+@full
 def test_messages_about_checkpoints(tmp_path):
     """Rank 0 says it if there are no residuals; every rank raises an error for a file that is damaged or missing."""
 
@@ -611,6 +614,7 @@ def test_a_foreign_optimizer_is_an_error_on_all_ranks(exchange, tmp_path):
         assert "fabric.load(" in text
 
 
+@full
 def test_a_change_of_the_checkpoint_takes_precedence_over_sidecar_files(tmp_path):
     def run(rank: int) -> Any:
         lines: list[str] = []
@@ -644,6 +648,7 @@ def test_a_change_of_the_checkpoint_takes_precedence_over_sidecar_files(tmp_path
 # Pending exchanges:
 
 
+@full
 @pytest.mark.parametrize("options", tiers([{"local_steps": 3}, {"overlap": "next_step"}], [{"overlap": "next_step"}]))
 def test_an_exchange_that_nobody_completes_is_warned_about(options):
     def run(rank: int) -> list[list[str]]:

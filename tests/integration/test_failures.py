@@ -332,6 +332,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     return unharmed, late, errors
 
 
+@full
 @needs_triton
 @interpreted
 def test_what_the_host_has_not_waited_for_is_raised_a_step_later():

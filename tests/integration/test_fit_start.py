@@ -167,6 +167,7 @@ if "post_backward" in vars(pl.strategies.DDPStrategy):  # older versions do not 
     AS_EXCHANGED["the static graph, by hand"] = (Again, "topk", {"static_graph": True}, {})
 
 
+@full
 @pytest.mark.skipif("the static graph, by hand" not in AS_EXCHANGED, reason="an error in older versions")
 def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too():
     def rank(rank: int) -> list[torch.Tensor]:
@@ -289,6 +290,7 @@ def test_placement_names_the_ranks():
         check_placement([0, 0, 0, 1], 2)
 
 
+@full
 def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
     class Careless(Gan):
         def toggle_optimizer(self, optimizer):

@@ -548,6 +548,7 @@ def observes_nothing(rank: int) -> Any:
     return attempt(lambda: fitted(hsdp("dense"), callbacks=[ContractionRatio()], log_every_n_steps=1))
 
 
+@full
 def test_all_ranks_say_that_dense_averages_have_no_reducer():
     for error in lightning_ranks(4, observes_nothing):
         assert "compresses nothing and has no reducer" in error, error

@@ -128,6 +128,7 @@ def test_a_residual_is_handed_out_in_the_units_of_the_present_scale():
     assert lightning_ranks(2, rank) == [[[0.0, 1000.0], [200.0, 0.0], [0.0, 0.0]]] * 2
 
 
+@full
 def test_with_automatic_optimization_and_a_backward_of_its_own():
     class Backward(Net):
         scaler: torch.amp.GradScaler | None = None

@@ -49,6 +49,7 @@ class Spiking(Net):
         return super().training_step(batch, index) * (float("nan") if (self.global_rank, index) == (1, 4) else 1.0)
 
 
+@full
 @pytest.mark.parametrize(
     ("name", "options"),
     tiers([("ddp", {}), ("topk", {}), ("topk", {"exchange": "update"})], [("ddp", {}), ("topk", {})]),
@@ -277,6 +278,7 @@ def test_without_a_scaler_it_is_an_error_on_all_ranks(name):
     assert lightning_ranks(2, rank) == [expected, expected]
 
 
+@full
 def test_what_else_a_step_that_is_left_out_changes():
     """The schedule and the Trainer's count advance, as with stock ddp and a scaler. The weights do not change."""
 
@@ -311,6 +313,7 @@ def test_what_else_a_step_that_is_left_out_changes():
     assert lightning_ranks(2, rank) == [[expected] * 3] * 2
 
 
+@full
 def test_a_scaler_that_is_switched_off_is_none():
     def rank(rank: int) -> Any:
         off = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", enabled=False))]}

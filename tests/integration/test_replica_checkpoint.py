@@ -123,6 +123,7 @@ def of_whole_models(rank: int, path: Path, save: bool) -> list[Tensor]:
     return [own(reducer.state_dict()["elements"]["residual"].values()), moments]
 
 
+@full
 def test_models_that_are_not_sharded(tmp_path):
     path = tmp_path / "last.ckpt"
     old = run_ranks(2, of_whole_models, path, True)
@@ -427,5 +428,6 @@ def of_dtypes(rank: int, path: Path) -> list[Any]:
     return found
 
 
+@full
 def test_a_load_with_weights_of_another_dtype_converts_the_moments(tmp_path):
     assert run_ranks(2, of_dtypes, tmp_path / "last.ckpt") == [[torch.bfloat16, 2, torch.float32, 2]] * 2

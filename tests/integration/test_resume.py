@@ -339,6 +339,7 @@ def resumed_without_files_on_one_rank(rank, folder):
     return warnings, net.weights
 
 
+@full
 def test_state_that_is_equal_on_all_ranks_starts_anew_if_one_has_no_sidecar_files(tmp_path):
     (warnings, first), (_, second) = lightning_ranks(2, resumed_without_files_on_one_rank, tmp_path)
     assert any("start with empty ones" in text for text in warnings)

@@ -122,6 +122,7 @@ def test_slow_asynchronous_saves(options, tmp_path):
     assert lightning_ranks(2, rank) == [([], [], True)] * 2
 
 
+@full
 def test_a_save_after_fit_and_one_of_weights_alone(tmp_path):
     def rank(rank):
         _, run = fit("topk", rank, callbacks=[saving(tmp_path, save_top_k=1, save_weights_only=True)])
@@ -142,6 +143,7 @@ def test_a_save_after_fit_and_one_of_weights_alone(tmp_path):
     assert [path.name for path in tmp_path.glob("*.residuals")] == ["after.ckpt.residuals"]
 
 
+@full
 @pytest.mark.reliability(
     "saving and equal-size resume",
     checked="each rank opens its own sidecar file and no other: no residual passes through rank 0",
@@ -229,6 +231,7 @@ class Projecting(torch.optim.AdamW):
         return loss
 
 
+@full
 def test_a_state_that_cannot_be_copied_or_read(tmp_path):
     plain = sidecars.plain
 
@@ -364,6 +367,7 @@ def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, optimizer
     assert (len(first), second) == (expected, [])
 
 
+@full
 def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_fit(tmp_path):
     def rank(rank):
         run = trainer(SparseDDPStrategy("topk", density=0.05), 2, limit_test_batches=1)
@@ -500,6 +504,7 @@ AFTER_FORK_TO_LOAD = """
 """
 
 
+@full
 def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     script, path = tmp_path / "script.py", tmp_path / "a.ckpt"
     script.write_text(textwrap.dedent(AFTER_FORK))
@@ -509,6 +514,7 @@ def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     assert path.exists()
 
 
+@full
 @pytest.mark.parametrize("strategy", tiers(["topk_ddp_fork", "topk_ddp_spawn", "ddp_fork"], ["topk_ddp_fork"]))
 def test_a_process_that_has_forked_the_ranks_restores_without_residuals(strategy, tmp_path):
     script = tmp_path / "script.py"
@@ -563,6 +569,7 @@ def test_nodes_without_a_shared_disk_keep_the_sidecar_files_of_the_checkpoints_t
         assert resumed
 
 
+@full
 def test_a_rank_that_ends_training_alone_does_not_wait_in_a_collective(tmp_path):
     """The other ranks wait for it in a step. At the end it would tell them which sidecar files are gone."""
 

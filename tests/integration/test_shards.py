@@ -673,6 +673,7 @@ def skips_backward(rank: int) -> list[Tensor]:
     return outputs
 
 
+@full
 def test_a_replica_that_steps_without_backward_has_the_agreed_weights_in_its_next_forward_pass():
     """Without backward, the root module keeps whole weights from before the exchange."""
     outputs = run_ranks(4, skips_backward)

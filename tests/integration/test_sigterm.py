@@ -222,6 +222,7 @@ def told_at_the_same_place(rank, size):
     return peers.peers.reported()
 
 
+@full
 def test_it_is_no_failure_that_would_interrupt_the_last_batch_of_others():
     assert lightning_ranks(2, told_at_the_same_place, 2) == ["", ""]
 
@@ -282,6 +283,7 @@ def begun_twice(rank, size):
     return Twice.threads() - before
 
 
+@full
 def test_no_thread_is_left():
     assert lightning_ranks(2, begun_twice, 2) == [0, 0]
 
@@ -301,6 +303,7 @@ def told_in_teardown(rank, size):
     return run.global_step, signal.getsignal(signal.SIGTERM) == before
 
 
+@full
 def test_told_while_training_is_torn_down_it_still_is():
     assert lightning_ranks(2, told_in_teardown, 2) == [(10, True)] * 2
 
@@ -324,6 +327,7 @@ def quietly(rank, size):
     return count.before, restored, sorted(vars(run.fit_loop.epoch_loop))
 
 
+@full
 def test_nothing_is_sent_in_a_batch_to_learn_of_it():
     for before, restored, names in lightning_ranks(2, quietly, 2):
         assert len(before) == 10

@@ -1,4 +1,4 @@
-"""Test tiers: `make test` skips tests marked `full` or `exhaustive`; `make test-all` skips only the latter."""
+"""Test tiers: `make test` skips tests marked `full`, `exhaustive` or `rest`; `make test-all` skips only the second."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
