@@ -338,22 +338,23 @@ class Reducer:
                 view.add_(value)
         return applied
 
-    def agree(self, purpose: str, device: torch.device) -> None:
+    def agree(self, purpose: str, device: torch.device, in_sync: bool) -> None:
         """Check that all ranks are at the same step, before a collective that cannot check it. All ranks call it.
 
         Args:
             purpose: the purpose of the collective; equal on all ranks.
             device: the device of its tensors.
+            in_sync: whether ranks are known to count steps alike; equal on all ranks.
 
         Raises:
-            RankFailure: ranks differ. On CUDA a later step raises it.
+            RankFailure: ranks differ. On CUDA a later step raises it if ranks are `in_sync`.
         """
         assert self.layout is not None
         self.raise_deferred(before=self.step)
         ctx = Context(self.layout.segments[0], step=self.step, seed=self.options.seed, rank=self.comm.rank)
-        fingerprint = zlib.crc32(purpose.encode(), self.routing.fingerprint(ctx, in_sync=True))
-        exchange = Exchange(self.comm, ctx, fingerprint, device=device, exchanged=self.exchanged)
-        exchange.agree()
+        fingerprint = zlib.crc32(purpose.encode(), self.routing.fingerprint(ctx, in_sync))
+        exchange = Exchange(self.comm, ctx, fingerprint, device=device, in_sync=in_sync, exchanged=self.exchanged)
+        exchange.agree(strict=True)
         exchange.finish()
         if exchange.deferred is not None:
             self._deferred.append((self.step, exchange.deferred))

@@ -334,8 +334,9 @@ class UpdateExchanger(Exchanger):
         self._check_uninterrupted()
 
         def average() -> None:
+            is_first = steps.waiting == 0 and self.updates.begins_anew(optimizer)
             self.updates.average_gradients(optimizer)
-            if steps.taken == 0:  # an earlier exchange may have left each rank its own moments
+            if is_first:  # an exchange without nodes may have left each rank its own moments
                 share_states(self.comm, self.reducer.node, optimizer)
 
         before, self.phase = self.phase, Phase.EXCHANGING

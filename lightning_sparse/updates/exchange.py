@@ -135,6 +135,11 @@ class DeltaExchange:
         """Return the segments of an optimizer."""
         return [each for each in self.segments if each.optimizer is optimizer]
 
+    def begins_anew(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's next exchange is the first one, or the first one since states were loaded."""
+        indices = {each.segment.index for each in self.of(optimizer)}
+        return bool(indices) and indices.isdisjoint(self._reducer.routing.last)
+
     @property
     def note(self) -> str:
         """One sentence about the exchange."""
@@ -159,7 +164,8 @@ class DeltaExchange:
         if not params:  # all are frozen
             return
         number, numel = self._optimizers.index(optimizer), sum(local(param).numel() for param in params)
-        self._reducer.agree(f"gradients of optimizer {number}, {numel} elements", local(params[0]).device)
+        purpose, is_first = f"gradients of optimizer {number}, {numel} elements", self.begins_anew(optimizer)
+        self._reducer.agree(purpose, local(params[0]).device, in_sync=not is_first)
         average_gradients_(self._reducer.node, params)
 
     @torch.no_grad()
