@@ -69,9 +69,9 @@ from lightning_sparse.trained import BFLOAT16, DELAYED, TRAINED
 from lightning_sparse.updates.parameters import exchanged_parameters
 
 log = logging.getLogger(__name__)
-KEY, BASIS = "lightning_sparse_auto", "lightning_sparse_auto_basis"
-"""Keys of the choice in a checkpoint, and of its basis. The basis is the number of ranks, the seconds of a dense step
-on the link, and whether all candidates had been tried. A training without a choice has neither."""
+KEY, BASIS = "lightning_sparse_auto", "lightning_sparse_auto_links"
+"""Keys of the choice in a checkpoint, and of its basis. The basis is the number of ranks, the seconds of each
+candidate's step on the link, and whether all had been tried. A training without a choice has neither."""
 STOCK, BF16 = "ddp", "ddp, bf16"
 UPDATES = TOPK, NEXT_STEP, BY_NODE = "topk", "topk, next step", "topk, hierarchical"
 """Candidates that exchange updates. With the last one, the ranks of a node average gradients, and are one worker."""
@@ -642,11 +642,12 @@ class _Choice:
         kept = next((name for name in alike if loaded.has_residuals and name in names), "")
         first = kept or first
         resumed = loaded.choice if loaded.choice in names else ""
-        ranks, before, settled = loaded.basis or (0, 0.0, False)
-        low, high = sorted((before, links[names[0]]))
-        is_another_link = high > SHORT and high > OTHER_LINK * low
+        ranks, before, settled = loaded.basis or (0, {}, False)
+        pairs = [sorted((before[name], links[name])) for name in before if name in links]
+        is_another_link = any(high > SHORT and high > OTHER_LINK * low for low, high in pairs)
         if ranks != self._ranks or is_another_link or not (settled or kept):  # a method in its try may be slow
             resumed = ""
+        settled &= links.keys() <= before.keys()  # else try the new candidates
         self.tuner = Tuner(links, resumed or first, settled=bool(resumed) and settled)
         self.tuner.left_out = left_out
         only = "the model, its hooks, the optimizer or the number of ranks"
@@ -654,9 +655,9 @@ class _Choice:
         self.reason = f"{self._name}, by {why}" + (f": {self._link_text()}" if len(names) > 1 else "")
 
     @property
-    def basis(self) -> tuple[int, float, bool]:
+    def basis(self) -> tuple[int, dict[str, float], bool]:
         """The entry of a checkpoint under `BASIS`."""
-        return self._ranks, self.tuner.links[next(iter(self.options))], self.tuner.is_settled
+        return self._ranks, dict(self.tuner.links), self.tuner.is_settled
 
     def forget(self) -> None:
         """Forget a fit, and a checkpoint that an evaluation has loaded."""

@@ -306,16 +306,24 @@ def test_over_a_long_round_trip_updates_are_exchanged_in_one_segment(plan):
     assert torch.equal(weights, theirs)
 
 
+def seconds(stock: float) -> dict[str, float]:
+    """Return the time of each candidate on a link, if a dense step takes `stock` seconds."""
+    return {"ddp": stock, "topk": 0.01, "int4": stock / 8}
+
+
 @pytest.mark.parametrize(
     ("found", "stock", "chosen", "settled"),
     [
-        ((2, 1.0, True), 1.0, "int4", True),
-        ((2, 1.0, False), 1.0, "topk", False),  # it was only being tried
-        ((2, 1.0, True), 2.1, "topk", False),
-        ((2, 2.1, True), 1.0, "topk", False),
-        ((2, 0.001, True), 0.04, "int4", True),  # both links are fast
-        ((2, 0.001, True), 0.06, "int4", False),  # with the fewest bytes
-        ((4, 1.0, True), 1.0, "topk", False),
+        ((2, seconds(1.0), True), 1.0, "int4", True),
+        ((2, seconds(1.0), False), 1.0, "topk", False),  # it was only being tried
+        ((2, seconds(1.0), True), 2.1, "topk", False),
+        ((2, seconds(2.1), True), 1.0, "topk", False),
+        ((2, seconds(0.001), True), 0.04, "int4", True),  # both links are fast
+        ((2, seconds(0.001), True), 0.06, "int4", False),  # with the fewest bytes
+        ((4, seconds(1.0), True), 1.0, "topk", False),
+        ((2, {"ddp": 1.0, "int4": 1 / 8}, True), 1.0, "int4", False),  # topk is new
+        ((2, {**seconds(1.0), "topk": 0.4}, True), 1.0, "topk", False),  # of nodes with more ranks, for example
+        ((2, {**seconds(1.0), "int8": 1 / 4}, True), 1.0, "int4", True),  # int8 is no candidate now
         (None, 1.0, "topk", False),
     ],
 )
@@ -323,10 +331,10 @@ def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chose
     choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
     choice.options |= {"topk": choice._base, "int4": choice._base}
     choice._ranks, choice.loaded = 2, Loaded("int4", False, found)
-    choice.tuner = Tuner({"ddp": stock, "topk": 0.01, "int4": stock / 8}, "ddp")
+    choice.tuner = Tuner(seconds(stock), "ddp")
     choice.choose_first()
     assert (choice.tuner.current, choice.tuner.is_settled) == (chosen, settled)
-    assert choice.basis == (2, stock, settled)
+    assert choice.basis == (2, seconds(stock), settled)
 
 
 @pytest.mark.parametrize(
@@ -334,12 +342,12 @@ def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chose
     [
         (Loaded("", True), "topk", "the checkpoint"),  # of topk_ddp
         (Loaded("", False), "ddp", "the link"),
-        (Loaded("int4", True, (2, 1e-3, True)), "int4", "the checkpoint"),
-        (Loaded("int4", True, (2, 1.0, True)), "int4", "the checkpoint"),  # of another link
-        (Loaded("int4", True, (2, 1e-3, False)), "int4", "the checkpoint"),
-        (Loaded("int4", False, (2, 1e-3, False)), "ddp", "the link"),
-        (Loaded("topk, next step", True, (4, 1e-3, True)), "topk", "the checkpoint"),
-        (Loaded("int8", True, (2, 1e-3, True)), "ddp", "the link"),  # no candidate here
+        (Loaded("int4", True, (2, seconds(1e-3), True)), "int4", "the checkpoint"),
+        (Loaded("int4", True, (2, seconds(1.0), True)), "int4", "the checkpoint"),  # of another link
+        (Loaded("int4", True, (2, seconds(1e-3), False)), "int4", "the checkpoint"),
+        (Loaded("int4", False, (2, seconds(1e-3), False)), "ddp", "the link"),
+        (Loaded("topk, next step", True, (4, seconds(1e-3), True)), "topk", "the checkpoint"),
+        (Loaded("int8", True, (2, seconds(1e-3), True)), "ddp", "the link"),  # no candidate here
     ],
 )
 def test_over_a_fast_link_residuals_are_kept_if_a_candidate_takes_them(loaded, first, why):
