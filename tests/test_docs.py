@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections import Counter
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
@@ -63,7 +62,7 @@ def messages():
                 texts.append(" ".join(part.value for part in node.values if isinstance(part, ast.Constant)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
-    return [(found := words(text), Counter(found)) for text in texts]
+    return [(found := words(text), frozenset(found)) for text in texts]
 
 
 def quoted():
@@ -74,9 +73,9 @@ def quoted():
             yield from re.findall(r"`([^`]*)`", cell)
 
 
-def likeness(example, text, counted):
+def likeness(example, text, known):
     enough = 0.7 * len(example)
-    if len(text) < enough or sum(min(n, counted[word]) for word, n in Counter(example).items()) < enough:
+    if len(text) < enough or sum(map(known.__contains__, example)) < enough:
         return 0
     blocks = SequenceMatcher(None, example, text, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / len(example)
