@@ -29,6 +29,9 @@ CHUNK = 1 << 17
 tl: Any = None
 """A placeholder. The first launch of a module's kernel puts `triton.language` in its place in that module."""
 
+REORDERS: Any = None
+"""Another one: whether `tl.reshape` takes `can_reorder=True`. Triton 3.9 warns of it, and 3.10 is to lack it."""
+
 _loading = threading.Lock()
 
 
@@ -189,7 +192,8 @@ class Kernel:
     def _load_module(scope: dict[str, Any]) -> None:
         import triton
 
-        made = {"tl": triton.language}
+        reorders = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+        made = {"tl": triton.language, "REORDERS": triton.language.constexpr(reorders)}
         for name, value in list(scope.items()):
             if isinstance(value, Kernel):
                 home = value.function.__globals__

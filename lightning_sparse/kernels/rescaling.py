@@ -100,7 +100,7 @@ def _sums(firsts, seconds, moment, table, partial, many, pieces, PIECE: tl.const
     length = tl.load(table + many + 2 + number) - tl.load(table + many + 1 + number)
     index = (piece - tl.load(table + number)) * PIECE + tl.arange(0, PIECE)
     address, root = tl.load(firsts + many + number), tl.load(seconds + many + number)
-    valid = (index < length) & (address != 0)
+    valid = index < tl.where(address != 0, length, 0)
     m = tl.load(address.to(tl.pointer_type(moment.dtype.element_ty)) + index, mask=valid, other=0.0).to(tl.float32)
     v = tl.load(root.to(tl.pointer_type(moment.dtype.element_ty)) + index, mask=valid, other=0.0).to(tl.float32)
     tl.store(partial + piece, tl.sum(m * m))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lightning_sparse.kernels.launch import kernel, tl
+from lightning_sparse.kernels.launch import REORDERS, kernel, tl
 
 TILE = 4096
 """Number of elements that one program searches; below 2^15, so that two counts fit into 32 bits."""
@@ -124,7 +124,8 @@ def _histogram(
     number = _number(indices, KEPT, PART)
     while start < number:
         found, _ = _magnitudes(bits, indices, numel, count, start, KEPT, GATHER, BLOCK, TILE, PART)
-        found = tl.reshape(found, [PART], can_reorder=True)  # keeping the order would go through shared memory
+        # Keeping the order goes through shared memory.
+        found = tl.reshape(found, [PART], can_reorder=True) if REORDERS else tl.reshape(found, [PART])
         candidate = found >= 0
         if DIGIT > 0:
             candidate &= (found >> (32 - 8 * DIGIT)) == prefix
