@@ -212,7 +212,7 @@ AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 PREPAID = "2-bit values, warm-up, momentum paid in advance"
 SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
-BY_NODE = "nodes of 8, 2-bit values, warm-up"
+BY_NODE = "nodes of {}, 2-bit values, warm-up"
 STEP_ALONE = "nodes of 8 whose ranks step alone, 2-bit values, warm-up"
 IDEAS: dict[str, Idea | None] = {
     **{f"{bits}-bit values": Idea(value_format=f"int{bits}") for bits in (4, 2)},
@@ -237,7 +237,10 @@ IDEAS: dict[str, Idea | None] = {
         for second in (3, 8)
     },
     SHARED: Idea(warmup=WARMED, variant=Variant(aggregator=Shared())),
-    BY_NODE: Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=8))),
+    **{
+        BY_NODE.format(count): Idea(warmup=WARMED, variant=Variant(aggregator=TwoLevel(ranks_per_node=count)))
+        for count in (8, 4, 2)
+    },
     STEP_ALONE: None,
     **{
         f"gradients under SGD, {name} values": Idea(value_format=form, sgd=True)
@@ -323,10 +326,14 @@ TRIED = [
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),
-        (16, 300, 0.002, [0], 0.003, [STEP_ALONE, BY_NODE]),
+        (16, 300, 0.002, [0], 0.003, [STEP_ALONE, BY_NODE.format(8)]),
         (16, 300, 0.004, [0], 0.003, [STEP_ALONE]),
-        (16, 1000, 0.004, [0], 0.003, [BY_NODE]),
+        (16, 1000, 0.004, [0], 0.003, [BY_NODE.format(8)]),
         (16, 1000, 0.004, [0], 1.0, ["dense"]),
+        (16, 300, 0.004, [1], 0.003, [BY_NODE.format(8)]),
+        (16, 300, 0.004, [0], 0.003, [BY_NODE.format(4)]),
+        (16, 1000, 0.004, [0], round(update_density(8), 9), [BY_NODE.format(2)]),
+        (16, 300, 0.004, [1], 1.0, ["dense"]),
         (4, 1000, 0.004, [0], 0.003, ["residual shrinks with the rate, 2-bit values, warm-up"]),
         (16, 300, 0.002, [0], round(update_density(16) * 8**0.5, 8), [STEP_ALONE]),
     )

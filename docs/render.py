@@ -732,27 +732,26 @@ def tails() -> str:
 
 
 def by_node() -> str:
-    """Losses of two nodes of eight ranks, beside dense training and the default without nodes; one seed."""
-    runs = [read(name).query("workers == 16 and seed == 0") for name in ("frontier", "updates")]
-    found = pd.concat(runs).query("density in [0.003, 0.006, 0.0075, 1]")
-    variants = ["dense", "2-bit values, warm-up", STEP_ALONE, BY_NODE]
-    table_of = found.pivot_table(index=["lr", "step"], columns="variant", values=["val_loss", "sent_bytes"])
-    loss, sent, rows = table_of.val_loss[variants], table_of.sent_bytes, []
-    for at in ((0.002, 300), (0.004, 300), (0.004, 1000)):
-        dense, *others = loss.loc[at]
-        cells = [f"{each:.3f} ({100 * (each / dense - 1):+.1f} %)" if each > 0 else "" for each in others]
-        of_dense = 100 * 8 * sent[BY_NODE][at] / sent["dense"][at]  # each rank sends its part of the node's payload
-        rows.append([f"{at[0]:g}", f"{at[1]:,}", f"{dense:.3f}", *cells, digits(of_dense, 2)])
-    heads = [
-        "rate",
-        "steps",
-        "dense",
-        "16 workers",
-        "2 nodes, ranks step alone",
-        "2 nodes, ranks average",
-        "% of bytes",
-    ]
-    return table(heads, rows)
+    """Losses of 16 ranks with and without nodes, beside dense training with the same seeds."""
+    runs = [read(name).query("workers == 16") for name in ("frontier", "updates")]
+    found = pd.concat(runs).query("density < 0.01 or variant == 'dense'")
+    kinds = {"2-bit values, warm-up": ("16 × 1", 1), STEP_ALONE: ("2 × 8, ranks step alone", 8)}
+    kinds |= {BY_NODE.format(count): (f"{16 // count} × {count}", count) for count in (8, 4, 2)}
+    rows = []
+    for lr, step in ((0.002, 300), (0.004, 300), (0.004, 1000)):
+        ends = found.query("lr == @lr and step == @step").set_index(["variant", "seed"])
+        stock = ends.loc["dense"]
+        for variant, (name, ranks) in kinds.items():
+            if variant not in ends.index:
+                continue
+            ours = ends.loc[variant]
+            seeds = ours.index.intersection(stock.index)
+            loss, dense = ours.val_loss[seeds].mean(), stock.val_loss[seeds].mean()
+            # Each rank of a node sends its part of the node's payload.
+            of_dense = 100 * ranks * ours.sent_bytes[seeds].mean() / stock.sent_bytes[seeds].mean()
+            difference = f"{100 * (loss / dense - 1):+.1f} %"
+            rows.append([f"{lr:g}, {step:,}", name, f"{len(seeds)}", f"{loss:.3f}", difference, digits(of_dense, 2)])
+    return table(["rate, steps", "nodes × ranks", "seeds", "loss", "beside dense", "% of bytes"], rows)
 
 
 def batches() -> str:

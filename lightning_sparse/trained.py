@@ -9,7 +9,7 @@ TRAINED = {
 The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
 (`language.csv`, `comparison_gpt_adamw.csv`). With SGD the same holds for quantizers (`comparison_gpt_sgd.csv`). Sparse
 gradients ended higher there. No other method is recommended. A node whose ranks average gradients is one worker: two
-nodes of eight ranks ended 1.5 % higher (`frontier.csv`).
+nodes of eight ranks ended 1.5 % higher, and eight of two 1.9 % (`frontier.csv`).
 """
 WITH_UPDATES = {"RMSprop", "Adagrad", "Adadelta", "Adafactor", "Prodigy"}
 """Optimizers with which the loss with exchanged updates by default was at most 2 % higher than with dense averages

@@ -14,7 +14,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.memory import Residual
-from tests.support.tiers import one_in, tiers
+from tests.support.tiers import full, one_in, tiers
 
 
 def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
@@ -41,6 +41,7 @@ def test_a_method_is_compared_with_ddp_of_the_same_seeds(tmp_path):
     assert frontier.contestants(tmp_path, 2).loss.to_dict() == {"bf16": 50.0, "ddp": 0.0, "topk by default": 0.0}
 
 
+@full
 def test_formats_are_timed_with_the_loops_in_c_and_after_a_check(monkeypatch):
     if uses_native(torch.zeros(1)):
         rows = frontier.times(numel=20_000, repetitions=1)
@@ -103,7 +104,7 @@ def test_every_idea_trains_and_keeps_weights_equal(name, monkeypatch):
     monkeypatch.setattr(frontier, "EVERY", 4)
     sequence = torch.arange(LENGTH + 1) % 7
     batch, held_out = ((sequence[None, :-1].expand(n, -1), sequence[None, 1:].expand(n, -1)) for n in (1, 2))
-    ranks = 16 if name == frontier.BY_NODE else 2
+    ranks = next((2 * count for count in (8, 4, 2) if name == frontier.BY_NODE.format(count)), 2)
     points = frontier.train(Run(name, ranks, 0.05, 0.005, 0, 4), Data(lambda numbers: batch, 100, held_out))
     assert points[1]["val_loss"] < points[0]["val_loss"]
     assert points[1]["sent_bytes"] > 0
