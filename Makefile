@@ -19,12 +19,12 @@ test: PROCESSES = 4
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@$(BIN)/mypy > .venv/types.txt & types=$$!; $(PYTEST) -m "not full and not exhaustive and not rest"; tests=$$?; \
+	@$(BIN)/mypy > .venv/types.txt & types=$$!; $(PYTEST) -m "not full and not exhaustive and not later"; tests=$$?; \
 	wait $$types; types=$$?; cat .venv/types.txt; exit $$((tests + types))
 
 # All of that, and then a part of what is left: some cases of each test.
 test-all: test
-	$(PYTEST) -m "(full or rest) and not exhaustive"
+	$(PYTEST) -m "(full or later) and not exhaustive"
 
 # All cases of all tests: about an hour.
 test-exhaustive: .venv/installed

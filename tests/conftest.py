@@ -50,7 +50,7 @@ def _commit():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark cases as `full` by `one_in`, as `exhaustive` if `make test-all` skips them, and as `rest` if it has them."""
+    """Mark cases as `full` by `one_in`, as `exhaustive` if `make test-all` skips them, or else as `later`."""
     interpreted = not torch.cuda.is_available()  # with a GPU, all these cases take seconds
     places = defaultdict(dict)
     for item in items:
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not item.get_closest_marker("full"):
             if interpreted and PROCESSES in item.path.parents and seen[_test(item)] != commit % quick[_test(item)]:
-                item.add_marker("rest")
+                item.add_marker("later")
             seen[_test(item)] += 1
         else:
             counted, place = (item.path, commit % ONE_IN) if _test(item) in quick else (_test(item), 0)

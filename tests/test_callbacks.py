@@ -29,7 +29,7 @@ from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.memory import Residual
 from lightning_sparse.strategies.summary import run_summary
 from tests.integration.trainers import Loader, Net, lightning_ranks, trainer
-from tests.support.tiers import full, one_in, tiers
+from tests.support.tiers import full, later, one_in, tiers
 
 ALL = (GradientDistribution, ContractionRatio, CommunicationMonitor)
 
@@ -446,7 +446,7 @@ class TwoOptimizers(Net):
             optimizer.step()
 
 
-@full
+@later
 def test_savings_with_several_optimizers_are_those_of_all_their_steps(tmp_path):
     strategy = lambda: SparseDDPStrategy("topk", density=0.05, exchange="update", broadcast_buffers=False)  # noqa: E731
     first, _ = fit(tmp_path, [CommunicationMonitor()], net=TwoOptimizers, strategy=strategy, size=2, batches=6)
@@ -458,7 +458,7 @@ def test_savings_with_several_optimizers_are_those_of_all_their_steps(tmp_path):
     assert found.Scalars("communication/bytes_per_step")[-1].value == pytest.approx(first["sent"] / 12)
 
 
-@full
+@later
 def test_savings_stay_true_if_a_layer_is_unfrozen(tmp_path):
     class Unfreezes(Net):
         def __init__(self):
@@ -490,7 +490,7 @@ def test_bounds_are_logged_if_all_sent_entries_are_in_the_result_and_ranks_choos
         assert (tag in tags["scalars"]) == (tag.split("/")[1] in layout) == (name == "topk"), tag
 
 
-@full
+@later
 def test_charts_and_advise_find_the_names_of_a_logger_with_a_prefix(tmp_path):
     def rank(rank):
         logger = TensorBoardLogger(tmp_path, name="", version="", prefix="mine")
@@ -531,7 +531,7 @@ class SlowTopK(TopK):
         return super().mean(payloads, ctx)
 
 
-@full
+@later
 def test_seconds_of_an_exchange_that_overlaps_the_next_step_are_those_of_all_steps(tmp_path):
     """Every second step logs, while its exchange has just begun."""
 
@@ -773,7 +773,7 @@ def test_drift_by_hand():
     assert simulate(2, rank) == [0.5, 0.5]
 
 
-@full
+@later
 def test_bytes_where_validation_and_the_end_ask_for_the_exchange(tmp_path):
     """Every second step instead of every fourth, and in the end after one."""
     monitor = CommunicationMonitor()
@@ -800,7 +800,7 @@ def test_bytes_where_validation_and_the_end_ask_for_the_exchange(tmp_path):
     assert found["communication/bytes_per_step"].tolist() == [each / 2, each / 2, each]
 
 
-@full
+@later
 def test_local_steps_that_only_torch_counts(tmp_path):
     """Raw optimizers in manual optimization; every second step logs, and every fourth has an exchange."""
 

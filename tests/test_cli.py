@@ -18,7 +18,7 @@ import examples.models
 from lightning_sparse import METHODS, Method, SparseDDPStrategy, callbacks, cli, compressors
 from lightning_sparse.cli import Parser, main
 from lightning_sparse.strategies.ddp_options import UNSUPPORTED
-from tests.support.tiers import full, in_full, tiers
+from tests.support.tiers import full, in_full, later, tiers
 
 ROOT = Path(__file__).parents[1]
 FILES = ("base", "digits", "digits/topk")
@@ -165,7 +165,7 @@ def test_an_option_of_a_method_in_a_stock_class_is_told_no_wrong_place(tmp_path,
     assert "Did you mean" not in message
 
 
-@full
+@later
 def test_a_wrong_option_of_a_class_on_one_line_is_no_unknown_strategy(capsys):
     message = error_of(capsys, "--trainer.strategy={class_path: SparseDDPStrategy, init_args: {overlap: nextstep}}")
     assert "the class is not known, or one of its options is wrong" in message
@@ -241,7 +241,7 @@ def test_an_option_of_a_method_in_the_wrong_place_is_told_the_right_one(tmp_path
     assert "Did you mean" not in message
 
 
-@full
+@later
 def test_a_density_of_an_earlier_file_for_a_method_without_density(capsys):
     to_int4 = "--trainer.strategy.method=int4"
     message = error_of(capsys, to_int4)
@@ -264,7 +264,7 @@ def test_options_beside_a_strategys_name_are_told_its_class(name, capsys):
     assert printed["init_args"].items() >= known["init_params"].items()
 
 
-@full
+@later
 def test_an_option_that_no_chosen_method_has_is_already_in_its_place(capsys):
     message = error_of(capsys, "--trainer.strategy.dict_kwargs.levels=7")
     assert "'levels' is an option of qsgd" in message
@@ -329,7 +329,7 @@ def test_own_parts_after_a_file_that_gives_a_density(tmp_path, capsys):
     assert printed["trainer"]["strategy"]["init_args"]["method"]["compressor"]["init_args"]["density"] == 0.02
 
 
-@full
+@later
 def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, capsys):
     def fail(self: object, batch_size: int = 1, fold: int = 0) -> None:
         raise KeyError("on purpose")

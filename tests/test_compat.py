@@ -43,7 +43,7 @@ from lightning_sparse import _compat
 from lightning_sparse._lightning import SUPPORTED
 from lightning_sparse.comm.store import in_thread
 from tests.processes import run_ranks
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 CPU = torch.device("cpu")
@@ -597,7 +597,7 @@ def offsets(rank: int) -> list[bool]:
     return right
 
 
-@full
+@later
 def test_shard_offset():
     """Rows that are cut twice, columns, and a shard without rows."""
     assert run_ranks(4, offsets) == [[True] * 7] * 4
@@ -621,7 +621,7 @@ def test_each_entry_of_compat_is_tested_here():
     assert not {name for name in names | {"all_gather_single"} if f"_compat.{name}" not in here}
 
 
-@full
+@later
 def test_names_of_compiled_modules():
     net = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 3)), torch.nn.Linear(3, 1))
     assert "0._orig_mod.weight" in dict(net.named_parameters())

@@ -26,7 +26,7 @@ from lightning_sparse.memory import Residual
 from lightning_sparse.methods import Method, resolve_updates, update_density
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from tests.support.tiers import full, in_diagonals, one_in, tiers
+from tests.support.tiers import full, in_diagonals, later, one_in, tiers
 from tests.support.training import make
 
 
@@ -341,7 +341,7 @@ def test_shards_of_what_is_recommended_have_trained_as_dense():
     assert level(sharded, "TopUp between replicas", replicas=advise.SHARDED, shards=2)
 
 
-@full
+@later
 def test_advise_says_what_a_delay_would_gain(capsys, monkeypatch):
     monkeypatch.setattr(advise, "METHODS", {name: METHODS[name] for name in ("topk", "gtopk", "sparseloco")})
     far = "--bandwidth", "1Mbit", "--backward", "1", "--latency", "0.05"

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 import pandas as pd
 
 from benchmarks.harness import plots
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,7 +64,7 @@ def test_a_figure_that_cannot_be_read_says_why():
     assert drawn(curves=8) == ["a panel has 8 labelled lines, more than 7"]
 
 
-@full
+@later
 def test_names_at_the_ends_of_lines_are_moved_apart_and_stay_beside_the_panel():
     figure, ((panel,),) = plots.panels(1, 1, 3)
     panel.set(xlim=(0, 1), ylim=(0, 1))

@@ -14,7 +14,7 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.context import Context
 from lightning_sparse.kernels.native import uses_native
 from lightning_sparse.memory import Residual
-from tests.support.tiers import full, one_in, tiers
+from tests.support.tiers import later, one_in, tiers
 
 
 def test_all_that_is_committed_belongs_to_a_run_of_the_benchmark():
@@ -41,7 +41,7 @@ def test_a_method_is_compared_with_ddp_of_the_same_seeds(tmp_path):
     assert frontier.contestants(tmp_path, 2).loss.to_dict() == {"bf16": 50.0, "ddp": 0.0, "topk by default": 0.0}
 
 
-@full
+@later
 def test_formats_are_timed_with_the_loops_in_c_and_after_a_check(monkeypatch):
     if uses_native(torch.zeros(1)):
         rows = frontier.times(numel=20_000, repetitions=1)

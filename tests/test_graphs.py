@@ -28,7 +28,7 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.kernels import DEVICE, Echo, needs_triton
 from tests.support.recorded_graphs import recorded_graphs
-from tests.support.tiers import full, in_full
+from tests.support.tiers import full, in_full, later
 
 SHAPES = {"w": (61, 67), "b": (67,), "v": (1000,)}
 STEPS = 5
@@ -93,7 +93,7 @@ def compare(name, ranks, **options):
     return len(replayed)
 
 
-@full
+@later
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "graphs"),
@@ -395,7 +395,7 @@ def test_a_late_capture_drops_the_graphs_that_follow_it():
         assert list(found._captured) == [("double", 2)]
 
 
-@full
+@later
 @needs_triton
 def test_without_leave_an_exchange_takes_no_buffer_that_is_kept():
     """The worker's kernels may still read it when the training thread's stream gets its memory."""

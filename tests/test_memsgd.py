@@ -15,7 +15,7 @@ from lightning_sparse import NonFiniteGradient
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.contrib.memsgd import MemSGD, MemSGDLR, QuadraticAverage, train_parallel
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
-from tests.support.tiers import full, tiers
+from tests.support.tiers import later, tiers
 
 
 def test_two_steps_by_hand():
@@ -263,7 +263,7 @@ def test_two_processes_share_one_vector(start_method):
     assert not torch.equal(*run.memories)  # each its own
 
 
-@full
+@later
 def test_a_process_that_fails_ends_all():
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="no gradient here"):
         train_parallel(torch.zeros(4), Quadratic(torch.ones(4), fails=True), rate, 5, 1, start_method="fork")

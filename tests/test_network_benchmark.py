@@ -14,7 +14,7 @@ from benchmarks.harness.baselines import CONTESTANTS, Options
 from benchmarks.harness.table import load_texts
 from benchmarks.harness.workloads import build
 from tests.processes import run_ranks
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 
 def text_of(figure):
@@ -100,7 +100,7 @@ def forward_passes(rank, out):
     return trains
 
 
-@full
+@later
 def test_the_first_training_is_warm(tmp_path):
     pytest.importorskip("sklearn")
     (trains,) = run_ranks(1, forward_passes, str(tmp_path / "records"))

@@ -12,7 +12,7 @@ from lightning_sparse.kernels.payout import Payout, add_with_payout_
 from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_, write_entries_
 from tests.support.kernels import DEVICE, EITHER, HOSTILE, interpreted, needs_native, needs_triton
-from tests.support.tiers import full, in_diagonals, one_in, tiers
+from tests.support.tiers import in_diagonals, later, one_in, tiers
 from tests.support.update_training import exchanged_twice
 
 LENGTHS = [[1], [63], [64, 1], [5, 0, 130, 1, 700, 64], [3, 8196, 8192, 9001], [4096], [3] * 50, [140_000]]
@@ -180,7 +180,7 @@ def test_clearing(dtype, kernels, use):
 WITH_MOMENTS = ["adamw", "nadam", "radam", "adamax", "nesterov", "adam of others"]
 
 
-@full
+@later
 @needs_triton
 @pytest.mark.parametrize(("dtype", "optimizer"), in_diagonals([torch.float32, torch.bfloat16], WITH_MOMENTS, 12))
 def test_an_exchange_by_kernels_is_that_by_torch(optimizer, dtype, use):

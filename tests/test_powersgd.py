@@ -17,7 +17,7 @@ from lightning_sparse.contrib.scalecom import ScaleCom
 from lightning_sparse.layout import Segment
 from lightning_sparse.state import resized
 from tests.processes import run_ranks
-from tests.support.tiers import full, one_in, tiers
+from tests.support.tiers import later, one_in, tiers
 
 EPS = 2.0**-24
 
@@ -244,13 +244,13 @@ def test_autocast_of_the_caller_does_not_round_products(aggregator, early, use):
         assert torch.equal(mixed, exact)
 
 
-@full
+@later
 def test_ranks_with_other_numbers_of_threads_get_the_same_bits():
     """With LAPACK's QR and this number of rows, nearly all results differed if there was a second thread."""
     assert torch.equal(*run_ranks(2, with_threads))
 
 
-@full
+@later
 def test_what_ranks_differ_in_does_not_add_up():
     """Ranks have opposite gradients beside a common one. Their sum never shows them, and residuals are bounded."""
     generator = torch.Generator().manual_seed(0)
@@ -381,7 +381,7 @@ def test_pairs_that_make_no_sense_are_refused_by_name(compressor, aggregator):
         Method(compressor, aggregator=aggregator)
 
 
-@full
+@later
 @pytest.mark.parametrize("size", tiers([2, 4], [2]))
 def test_many_segments_over_gloo(size):
     """Two all-reduces for each of 40 segments, in the order in which they come."""

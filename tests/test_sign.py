@@ -9,7 +9,7 @@ from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.qsgd import QSGD
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.memory import Momentum, NoMemory
-from tests.support.tiers import full, one_in, tiers
+from tests.support.tiers import later, one_in, tiers
 from tests.support.updates import decoded
 
 
@@ -183,7 +183,7 @@ def test_votes_of_what_is_no_sign_are_refused():
         Method(QSGD(), NoMemory(), MajorityVote())
 
 
-@full
+@later
 @one_in(2)
 @pytest.mark.parametrize("size", tiers([63, 64, 129], [63, 64]))
 def test_a_vote_stays_a_vote_where_a_dense_mean_would_be_cheaper(size):

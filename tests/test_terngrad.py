@@ -14,7 +14,7 @@ from lightning_sparse.contrib.terngrad import TernGrad
 from lightning_sparse.kernels import launch
 from lightning_sparse.memory import NoMemory
 from tests.support.rounding import check_rounding
-from tests.support.tiers import full, in_diagonals, tiers
+from tests.support.tiers import in_diagonals, later, tiers
 from tests.support.updates import decoded
 
 
@@ -70,7 +70,7 @@ def test_unbiased_and_within_the_variance_of_one_level(kind, clip):
     assert error <= math.sqrt(200) * float(v.square().sum())
 
 
-@full
+@later
 def test_parameters_have_scales_of_their_own_that_ranks_share():
     """The larger scale is rank 1's for the first parameter, and rank 0's for the other. Sums are multiples of it."""
     given = [

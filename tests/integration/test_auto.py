@@ -35,7 +35,7 @@ from lightning_sparse.strategies.tuner import Tuner
 from tests.integration.planned import Logged, Watch, follow
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 from tests.support.vectors import flat
 
 STEPS = 24
@@ -373,7 +373,7 @@ def congested(rank: int) -> tuple[int, list[str]]:
     return len(measured), watch.names
 
 
-@full
+@later
 def test_before_the_first_decision_ranks_look_whether_others_use_the_link_now():
     """Stock all-reduce trains on a fast link. Its steps do not show whether they compute or wait for the link."""
     for measured, names in lightning_ranks(2, congested):
@@ -402,7 +402,7 @@ def without_choice(rank: int, folder: Any) -> Any:
     return torch.load(f"{folder}/last.ckpt", weights_only=True).get(KEY)
 
 
-@full
+@later
 def test_a_training_without_a_choice_saves_none(tmp_path):
     assert lightning_ranks(2, without_choice, tmp_path) == [None, None]
 
@@ -420,7 +420,7 @@ def resumed_early(rank: int, folder: Any) -> tuple[str, bool, bool]:
     return torch.load(path, weights_only=True)[KEY], settled[0], len(again._auto.options) > 1
 
 
-@full
+@later
 def test_a_run_that_was_saved_before_the_choice_chooses_anew(tmp_path):
     (name, *found), other = lightning_ranks(2, resumed_early, tmp_path)
     assert found == [False, True]
@@ -888,7 +888,7 @@ def candidates(rank: int) -> list[list[str]]:
     return found
 
 
-@full
+@later
 def test_models_whose_updates_cannot_be_exchanged_train_as_with_ddp():
     assert lightning_ranks(2, candidates) == [[[], [], ["topk"]]] * 2
 
@@ -899,7 +899,7 @@ def shares_later(rank: int) -> tuple[list[str], list[str]]:
     return watch.names, [*strategy._auto.options]
 
 
-@full
+@later
 def test_updates_are_no_candidates_from_the_step_in_which_they_cannot_be_exchanged():
     for names, options in lightning_ranks(2, shares_later):
         assert [*dict.fromkeys(names)] == ["int8", "ddp"]
@@ -1029,7 +1029,7 @@ def test_layers_that_each_batch_freezes_get_their_residuals_with_the_next_gradie
         assert param.grad.tolist() == expected
 
 
-@full
+@later
 def test_layers_that_each_batch_freezes_need_an_option():
     """DDP would not average their gradients after the switch, and without the option none may be missing."""
     for text in lightning_ranks(2, alternating, "Adam", ["topk", "ddp"], timeout=5):
@@ -1047,7 +1047,7 @@ def unfrozen_alone(rank: int) -> str:
     return ""
 
 
-@full
+@later
 def test_a_layer_that_one_rank_alone_unfreezes_is_named():
     _, text = lightning_ranks(2, unfrozen_alone, timeout=5)
     assert "'embedding.weight' was unfrozen on rank 1, and then: " in text
@@ -1069,7 +1069,7 @@ def test_parameters_that_a_callback_renames_keep_their_residuals(kind, plan):
     assert keys == 1, "ranks find a request to end that came before a switch"
 
 
-@full
+@later
 def test_a_residual_takes_the_loss_scale_of_the_module():
     """As in test_no_gradient_is_lost_in_switches."""
     results = lightning_ranks(2, changed, "SGD", ["int4", "ddp"], Scaled, lambda _: None)
@@ -1100,7 +1100,7 @@ def complex_numbers(rank: int) -> Any:
     return all(equal), not torch.equal(ours.turn, Complex().turn), watch.sent[-1] - watch.sent[-2] == nbytes
 
 
-@full
+@later
 def test_complex_and_double_parameters_train_as_with_ddp():
     assert lightning_ranks(2, complex_numbers) == [(True, True, True)] * 2
 
@@ -1187,7 +1187,7 @@ def monitored(rank: int) -> Any:
     return counted, ratios, [seen for seen in logger.seen if "auto_ddp/link_mbit" in seen]
 
 
-@full
+@later
 def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
     (counted, ratios, choices), _ = lightning_ranks(2, monitored)
     totals = [seen["communication/bytes_total"] for seen in counted]
@@ -1252,14 +1252,14 @@ def says_where_it_logs(rank: int, folder: str) -> list[str]:
     return said
 
 
-@full
+@later
 def test_the_first_line_of_stock_all_reduce_names_the_folder_of_tensorboard(tmp_path):
     (line, *_), nothing = lightning_ranks(2, says_where_it_logs, str(tmp_path))
     assert f" TensorBoard: tensorboard --logdir {tmp_path}" in line
     assert not nothing
 
 
-@full
+@later
 def test_over_loopback_all_ranks_decide_alike_after_the_density_warm_up():
     (names, weights, said, times), other = lightning_ranks(2, measured)
     assert (names, weights, times) == (other[0], other[1], other[3])

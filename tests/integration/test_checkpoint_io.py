@@ -20,7 +20,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchC
 from lightning_sparse.strategies import saves
 from tests.integration.checkpoints import MOMENTUM, At, AtStart, Scored, error_of, fit, misplaced, result, saving
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 
 
 class Folders(CheckpointIO):
@@ -244,7 +244,7 @@ def test_a_name_that_differs_between_ranks_is_rank_0s(options, tmp_path):
     assert lightning_ranks(2, rank, patience=300) == [([], True, True)] * 2
 
 
-@full
+@later
 def test_each_ranks_own_name_in_save_checkpoint_is_rank_0s(tmp_path):
     def rank(rank):
         os.makedirs(tmp_path / f"cwd{rank}", exist_ok=True)
@@ -259,7 +259,7 @@ def test_each_ranks_own_name_in_save_checkpoint_is_rank_0s(tmp_path):
     assert lightning_ranks(2, rank, patience=300) == [([], [], True)] * 2
 
 
-@full
+@later
 def test_names_on_a_remote_file_system_are_literal():
     def rank(rank):
         path = "memory://run [1]/*?{a}.ckpt"
@@ -349,7 +349,7 @@ class Late(TorchCheckpointIO):
         self.kept.append(checkpoint)
 
 
-@full
+@later
 def test_a_writer_that_comes_later_gets_weights_and_moments_that_no_step_changes(tmp_path):
     """During an exchange of updates, the memory of the weights holds updates."""
 

@@ -26,7 +26,7 @@ from lightning_sparse.strategies.pytorch_lightning import FabricSparseDDPStrateg
 from tests.integration.failing import SOON, caught
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_program
-from tests.support.tiers import full, in_full, one_in, tiers
+from tests.support.tiers import full, in_full, later, one_in, tiers
 from tests.support.vectors import flat
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def set_up_apart(fabric: Any, module: Any) -> tuple[Any, Any]:
     return model, fabric.setup_optimizers(module.configure_optimizers())
 
 
-@full
+@later
 @one_in(2)
 @of_both
 def test_set_up_apart_is_the_same_as_together(exchange):
@@ -249,7 +249,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return model(torch.randn(8, 16, generator=generator)).pow(2).mean()
 
 
-@full
+@later
 def test_several_optimizers_of_a_model():
     def run(rank: int) -> list[Tensor]:
         weights = []
@@ -516,7 +516,7 @@ def test_checkpoints_of_stock_ddp_and_for_it(exchange, tmp_path):
     assert torch.equal(ranks[0][0]["weights"], ranks[1][0]["weights"])
 
 
-@full
+@later
 def test_messages_about_checkpoints(tmp_path):
     """Rank 0 says it if there are no residuals; every rank raises an error for a file that is damaged or missing."""
 
@@ -614,7 +614,7 @@ def test_a_foreign_optimizer_is_an_error_on_all_ranks(exchange, tmp_path):
         assert "fabric.load(" in text
 
 
-@full
+@later
 def test_a_change_of_the_checkpoint_takes_precedence_over_sidecar_files(tmp_path):
     def run(rank: int) -> Any:
         lines: list[str] = []
@@ -648,7 +648,7 @@ def test_a_change_of_the_checkpoint_takes_precedence_over_sidecar_files(tmp_path
 # Pending exchanges:
 
 
-@full
+@later
 @pytest.mark.parametrize("options", tiers([{"local_steps": 3}, {"overlap": "next_step"}], [{"overlap": "next_step"}]))
 def test_an_exchange_that_nobody_completes_is_warned_about(options):
     def run(rank: int) -> list[list[str]]:

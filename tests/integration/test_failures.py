@@ -33,7 +33,7 @@ from tests.integration.failing import SOON, caught, of_both, step, training
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
 from tests.processes import free_port, run_ranks
 from tests.support.kernels import interpreted, needs_triton
-from tests.support.tiers import full, one_in
+from tests.support.tiers import full, later, one_in
 
 
 def attach_with(rank: int, exchange: str, settings: list[dict[str, Any]]) -> tuple[str, str, float]:
@@ -332,7 +332,7 @@ def not_finite_unseen(rank: int) -> tuple[bool, tuple[str, str, float], list[str
     return unharmed, late, errors
 
 
-@full
+@later
 @needs_triton
 @interpreted
 def test_what_the_host_has_not_waited_for_is_raised_a_step_later():

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategies.fit_checks import check_placement
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, strategy, trainer
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 
 class Twice(torch.optim.SGD):
@@ -167,7 +167,7 @@ if "post_backward" in vars(pl.strategies.DDPStrategy):  # older versions do not 
     AS_EXCHANGED["the static graph, by hand"] = (Again, "topk", {"static_graph": True}, {})
 
 
-@full
+@later
 @pytest.mark.skipif("the static graph, by hand" not in AS_EXCHANGED, reason="an error in older versions")
 def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too():
     def rank(rank: int) -> list[torch.Tensor]:
@@ -290,7 +290,7 @@ def test_placement_names_the_ranks():
         check_placement([0, 0, 0, 1], 2)
 
 
-@full
+@later
 def test_a_gan_that_does_not_toggle_its_optimizers_is_warned_once():
     class Careless(Gan):
         def toggle_optimizer(self, optimizer):

@@ -44,7 +44,7 @@ from tests.integration.trainers import (
 )
 from tests.processes import run_ranks
 from tests.support.representatives import OTHERS, REPRESENTATIVES, in_turn
-from tests.support.tiers import full, in_full, tiers
+from tests.support.tiers import full, in_full, later, tiers
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 LAYERS = {"granularity": "layer", "bucket_cap_mb": 0.001}
@@ -506,7 +506,7 @@ class Spike(Net):
             self.zeroed += 1
 
 
-@full
+@later
 def test_a_spike_that_a_hook_zeroes_comes_back_with_a_warning_and_not_at_all_where_updates_are_exchanged():
     def rank(rank: int) -> list[tuple[int, bool]]:
         found = []
@@ -610,7 +610,7 @@ class Spectral(Net):
         return nn.functional.cross_entropy(self.layers(torch.view_as_real(x).sum(-1)), batch[1])
 
 
-@full
+@later
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="with torch 2.8 gloo has no complex numbers")
 def test_complex_weights_as_the_error_message_says_train_as_under_ddp():
     def rank(rank: int) -> list[Tensor]:
@@ -752,7 +752,7 @@ def in_two(rank: int) -> None:
         optimizer.step()
 
 
-@full
+@later
 def test_trained_parameters_without_an_optimizer_are_warned_of_with_sparse_gradients():
     def rank(rank: int) -> list[list[str]]:
         seen = []

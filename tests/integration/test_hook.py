@@ -29,7 +29,7 @@ from lightning_sparse.options import ReducerOptions
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
 from tests.support.representatives import REPRESENTATIVES, small
-from tests.support.tiers import full, in_full, one_in, tiers
+from tests.support.tiers import full, in_full, later, one_in, tiers
 
 STEPS = 5
 
@@ -221,7 +221,7 @@ def held(rank: int, held: bool) -> tuple[list[Tensor], int]:
     return weights, sum(early)
 
 
-@full
+@later
 def test_where_backward_has_collectives_ours_come_after_them():
     """NCCL wants one order. The result is the same to the last bit."""
     alone, together = run_ranks(2, held, True), run_ranks(2, held, False)
@@ -500,7 +500,7 @@ class Outer(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@full
+@later
 @pytest.mark.parametrize("kinds", [[torch.optim.AdamW], *in_full([torch.optim.AdamW, Outer])])
 def test_an_optimizer_that_trains_badly_with_sparse_gradients_is_warned_of_once(kinds):
     (text,), silent = run_ranks(2, warned_of, "topk", kinds)
@@ -669,7 +669,7 @@ def accumulates_and_clips(rank: int, no_sync: bool) -> list[str]:
     return messages.texts
 
 
-@full
+@later
 def test_clipping_of_what_ranks_have_exchanged_is_warned_of_once():
     (text,), nothing = run_ranks(2, accumulates_and_clips, False)
     assert text.startswith("clip_norm clips the gradient of 'bias' together with the exchanged gradient of an earlier")
@@ -695,7 +695,7 @@ def accumulates_and_votes(rank: int, name: str, no_sync: bool) -> list[str]:
     return messages.texts
 
 
-@full
+@later
 @pytest.mark.parametrize("name", ["signum", *in_full("signsgd")])
 def test_the_vote_of_an_earlier_pass_that_wins_again_is_warned_of_once(name):
     (text,), nothing = run_ranks(2, accumulates_and_votes, name, False)
@@ -725,7 +725,7 @@ def encoder_and_decoder(rank: int, together: bool) -> list[str]:
     return messages.texts
 
 
-@full
+@later
 def test_a_step_that_a_scaler_skips_for_another_model_is_warned_of():
     (text,), nothing = run_ranks(2, encoder_and_decoder, False)
     assert text.startswith("A GradScaler skips the step of SGD, but the gradient of 'weight' was exchanged")

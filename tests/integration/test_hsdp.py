@@ -22,7 +22,7 @@ from tests.integration.failing import EVENTS, SOON
 from tests.integration.sharded import STEPS, Module, fitted, hsdp, loader
 from tests.integration.trainers import Messages, Told, lightning_ranks, trainer
 from tests.support.shards import attempt, loss_of, mesh_of, net, shard, steps, whole
-from tests.support.tiers import full, in_full
+from tests.support.tiers import full, in_full, later
 
 
 def plain(method: Any, *, clip: float | None = None, micro: int = 1, **options: Any) -> dict[str, Tensor]:
@@ -548,7 +548,7 @@ def observes_nothing(rank: int) -> Any:
     return attempt(lambda: fitted(hsdp("dense"), callbacks=[ContractionRatio()], log_every_n_steps=1))
 
 
-@full
+@later
 def test_all_ranks_say_that_dense_averages_have_no_reducer():
     for error in lightning_ranks(4, observes_nothing):
         assert "compresses nothing and has no reducer" in error, error

@@ -10,7 +10,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 
 SCALE = {"init_scale": 2.0**10, "growth_interval": 10**6}  # one that stays
 GROWING = {"init_scale": 32.0, "growth_interval": 1}
@@ -128,7 +128,7 @@ def test_a_residual_is_handed_out_in_the_units_of_the_present_scale():
     assert lightning_ranks(2, rank) == [[[0.0, 1000.0], [200.0, 0.0], [0.0, 0.0]]] * 2
 
 
-@full
+@later
 def test_with_automatic_optimization_and_a_backward_of_its_own():
     class Backward(Net):
         scaler: torch.amp.GradScaler | None = None

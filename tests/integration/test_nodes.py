@@ -15,7 +15,7 @@ from lightning_sparse import SparseDDPStrategy
 from tests.integration.failing import SOON, caught
 from tests.integration.forms import FORMS, OwnScaler, Unused, scaler
 from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
-from tests.support.tiers import full, in_full, tiers
+from tests.support.tiers import in_full, later, tiers
 
 
 class Gradients(pl.Callback):
@@ -101,7 +101,7 @@ def test_dense_updates_of_sgd_are_the_steps_of_stock_ddp(build):
         assert torch.allclose(ours, stock, rtol=1e-5, atol=1e-6)
 
 
-@full
+@later
 @pytest.mark.parametrize("wrapped", [True, *in_full(False)])
 def test_a_scaler_of_the_modules_own_leaves_a_step_out_on_a_node(wrapped):
     """The gradient of rank 0 overflows, and the result is as if both ranks of its node had no gradient."""
@@ -135,7 +135,7 @@ class Own(torch.optim.AdamW):
     """An optimizer of the user."""
 
 
-@full
+@later
 def test_one_node_is_told_that_it_sends_nothing():
     """All ranks make the same updates, which is no mistake here."""
 

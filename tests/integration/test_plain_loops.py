@@ -12,7 +12,7 @@ from lightning_sparse import attach, attach_updates, exchange_pending, load_repl
 from tests.integration.failing import caught
 from tests.integration.trainers import Messages
 from tests.processes import run_ranks
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -101,7 +101,7 @@ def two_passes(rank: int, within_no_sync: bool, views: bool) -> list[str]:
     return [text for text in messages.texts if "no_sync" in text]
 
 
-@full
+@later
 def test_a_gradient_that_waits_while_a_later_pass_leaves_its_parameter_out_is_a_warning():
     (text,), none = run_ranks(2, two_passes, False, True)
     assert "'heads.0.weight' took no part in this backward pass" in text or "'heads.0.bias' took no part" in text
@@ -225,7 +225,7 @@ def pruned(rank: int, folder: Path) -> tuple[Tensor, Tensor]:
     return flat(model), flat(again)
 
 
-@full
+@later
 def test_a_replica_of_a_pruned_model_resumes(tmp_path):
     for unbroken, resumed in run_ranks(2, pruned, tmp_path):
         assert torch.equal(unbroken, resumed)
@@ -281,6 +281,6 @@ def again(rank: int) -> list[str]:
     return [text for text in messages.texts if "drift" in text]
 
 
-@full
+@later
 def test_a_model_may_be_attached_again_with_an_earlier_optimizer():
     assert run_ranks(2, again) == [[], []]

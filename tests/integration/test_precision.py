@@ -27,7 +27,7 @@ from tests.integration.trainers import (
     trainer,
 )
 from tests.support.representatives import OTHERS, REPRESENTATIVES
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 SCALE = {"init_scale": 2.0**10, "growth_interval": 10**6}  # one that stays
@@ -49,7 +49,7 @@ class Spiking(Net):
         return super().training_step(batch, index) * (float("nan") if (self.global_rank, index) == (1, 4) else 1.0)
 
 
-@full
+@later
 @pytest.mark.parametrize(
     ("name", "options"),
     tiers([("ddp", {}), ("topk", {}), ("topk", {"exchange": "update"})], [("ddp", {}), ("topk", {})]),
@@ -278,7 +278,7 @@ def test_without_a_scaler_it_is_an_error_on_all_ranks(name):
     assert lightning_ranks(2, rank) == [expected, expected]
 
 
-@full
+@later
 def test_what_else_a_step_that_is_left_out_changes():
     """The schedule and the Trainer's count advance, as with stock ddp and a scaler. The weights do not change."""
 
@@ -313,7 +313,7 @@ def test_what_else_a_step_that_is_left_out_changes():
     assert lightning_ranks(2, rank) == [[expected] * 3] * 2
 
 
-@full
+@later
 def test_a_scaler_that_is_switched_off_is_none():
     def rank(rank: int) -> Any:
         off = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", enabled=False))]}

@@ -26,7 +26,7 @@ from lightning_sparse.checkpoint import folder
 from lightning_sparse.shards import like
 from tests.processes import run_ranks
 from tests.support.shards import attempt, mesh_of, net, own, shard, steps
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 OPTIONS: dict[str, Any] = {"density": 0.25, "value_format": "int8", "granularity": "bucket", "bucket_cap_mb": 5e-5}
 
@@ -123,7 +123,7 @@ def of_whole_models(rank: int, path: Path, save: bool) -> list[Tensor]:
     return [own(reducer.state_dict()["elements"]["residual"].values()), moments]
 
 
-@full
+@later
 def test_models_that_are_not_sharded(tmp_path):
     path = tmp_path / "last.ckpt"
     old = run_ranks(2, of_whole_models, path, True)
@@ -428,6 +428,6 @@ def of_dtypes(rank: int, path: Path) -> list[Any]:
     return found
 
 
-@full
+@later
 def test_a_load_with_weights_of_another_dtype_converts_the_moments(tmp_path):
     assert run_ranks(2, of_dtypes, tmp_path / "last.ckpt") == [[torch.bfloat16, 2, torch.float32, 2]] * 2

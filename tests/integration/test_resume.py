@@ -25,7 +25,7 @@ from tests.integration.checkpoints import (
 )
 from tests.integration.trainers import Loader, Net, keeps_all, lightning_ranks, same, trainer
 from tests.support.representatives import OTHERS, REPRESENTATIVES
-from tests.support.tiers import full, in_full, one_in, tiers
+from tests.support.tiers import full, in_full, later, one_in, tiers
 
 
 @pytest.mark.reliability(
@@ -339,7 +339,7 @@ def resumed_without_files_on_one_rank(rank, folder):
     return warnings, net.weights
 
 
-@full
+@later
 def test_state_that_is_equal_on_all_ranks_starts_anew_if_one_has_no_sidecar_files(tmp_path):
     (warnings, first), (_, second) = lightning_ranks(2, resumed_without_files_on_one_rank, tmp_path)
     assert any("start with empty ones" in text for text in warnings)

@@ -34,7 +34,7 @@ from tests.integration.checkpoints import (
 )
 from tests.integration.trainers import Loader, Net, Unhooked, lightning_ranks, same, trainer
 from tests.processes import run_script
-from tests.support.tiers import full, tiers
+from tests.support.tiers import full, later, tiers
 
 BEST = {"monitor": "score", "mode": "max"}
 
@@ -122,7 +122,7 @@ def test_slow_asynchronous_saves(options, tmp_path):
     assert lightning_ranks(2, rank) == [([], [], True)] * 2
 
 
-@full
+@later
 def test_a_save_after_fit_and_one_of_weights_alone(tmp_path):
     def rank(rank):
         _, run = fit("topk", rank, callbacks=[saving(tmp_path, save_top_k=1, save_weights_only=True)])
@@ -143,7 +143,7 @@ def test_a_save_after_fit_and_one_of_weights_alone(tmp_path):
     assert [path.name for path in tmp_path.glob("*.residuals")] == ["after.ckpt.residuals"]
 
 
-@full
+@later
 @pytest.mark.reliability(
     "saving and equal-size resume",
     checked="each rank opens its own sidecar file and no other: no residual passes through rank 0",
@@ -231,7 +231,7 @@ class Projecting(torch.optim.AdamW):
         return loss
 
 
-@full
+@later
 def test_a_state_that_cannot_be_copied_or_read(tmp_path):
     plain = sidecars.plain
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_between_backward_and_step_is_warned_of(exchange, optimizer
     assert (len(first), second) == (expected, [])
 
 
-@full
+@later
 def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_fit(tmp_path):
     def rank(rank):
         run = trainer(SparseDDPStrategy("topk", density=0.05), 2, limit_test_batches=1)
@@ -382,10 +382,10 @@ def test_weights_that_a_test_has_loaded_are_saved_without_the_residuals_of_the_f
         states = [sidecars.read(tmp_path / name, info, rank, 2)[0]["elements"] for name, info in names]
         return run.strategy.reducer.step, [sum(x.abs().sum() for x in each["residual"].values()) for each in states]
 
-    for steps, (best, later) in lightning_ranks(2, rank):
+    for steps, (best, last) in lightning_ranks(2, rank):
         assert steps == 2
         assert best > 0
-        assert later == 0
+        assert last == 0
 
 
 class FailingOutsideSteps(Net):
@@ -504,7 +504,7 @@ AFTER_FORK_TO_LOAD = """
 """
 
 
-@full
+@later
 def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     script, path = tmp_path / "script.py", tmp_path / "a.ckpt"
     script.write_text(textwrap.dedent(AFTER_FORK))
@@ -514,7 +514,7 @@ def test_a_process_that_has_forked_the_ranks_saves_without_residuals(tmp_path):
     assert path.exists()
 
 
-@full
+@later
 @pytest.mark.parametrize("strategy", tiers(["topk_ddp_fork", "topk_ddp_spawn", "ddp_fork"], ["topk_ddp_fork"]))
 def test_a_process_that_has_forked_the_ranks_restores_without_residuals(strategy, tmp_path):
     script = tmp_path / "script.py"
@@ -569,7 +569,7 @@ def test_nodes_without_a_shared_disk_keep_the_sidecar_files_of_the_checkpoints_t
         assert resumed
 
 
-@full
+@later
 def test_a_rank_that_ends_training_alone_does_not_wait_in_a_collective(tmp_path):
     """The other ranks wait for it in a step. At the end it would tell them which sidecar files are gone."""
 

@@ -35,7 +35,7 @@ from tests.integration.failing import SOON, end_like_a_script, note
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, small
 from tests.support.shards import EXACT, among, attempt, difference, loss_of, mesh_of, net, own, shard, steps, whole
-from tests.support.tiers import exhaustive, full, tiers
+from tests.support.tiers import exhaustive, full, later, tiers
 
 Optimizers = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -673,7 +673,7 @@ def skips_backward(rank: int) -> list[Tensor]:
     return outputs
 
 
-@full
+@later
 def test_a_replica_that_steps_without_backward_has_the_agreed_weights_in_its_next_forward_pass():
     """Without backward, the root module keeps whole weights from before the exchange."""
     outputs = run_ranks(4, skips_backward)

@@ -19,7 +19,7 @@ from lightning_fabric.plugins.environments import SLURMEnvironment
 from lightning_sparse import _compat
 from tests.integration.trainers import Loader, Messages, Net, Told, lightning_ranks, strategy, trainer
 from tests.processes import run_script
-from tests.support.tiers import full
+from tests.support.tiers import full, later
 
 BATCHES = 40
 OTHERS = "Rank 1 was told to end (SIGTERM). So all ranks end after the same batch."
@@ -222,7 +222,7 @@ def told_at_the_same_place(rank, size):
     return peers.peers.reported()
 
 
-@full
+@later
 def test_it_is_no_failure_that_would_interrupt_the_last_batch_of_others():
     assert lightning_ranks(2, told_at_the_same_place, 2) == ["", ""]
 
@@ -283,7 +283,7 @@ def begun_twice(rank, size):
     return Twice.threads() - before
 
 
-@full
+@later
 def test_no_thread_is_left():
     assert lightning_ranks(2, begun_twice, 2) == [0, 0]
 
@@ -303,7 +303,7 @@ def told_in_teardown(rank, size):
     return run.global_step, signal.getsignal(signal.SIGTERM) == before
 
 
-@full
+@later
 def test_told_while_training_is_torn_down_it_still_is():
     assert lightning_ranks(2, told_in_teardown, 2) == [(10, True)] * 2
 
@@ -327,7 +327,7 @@ def quietly(rank, size):
     return count.before, restored, sorted(vars(run.fit_loop.epoch_loop))
 
 
-@full
+@later
 def test_nothing_is_sent_in_a_batch_to_learn_of_it():
     for before, restored, names in lightning_ranks(2, quietly, 2):
         assert len(before) == 10

@@ -67,7 +67,7 @@ from tests.integration.forms import (
 )
 from tests.integration.trainers import Gan, Loader, Lookahead, Messages, Net, Unfreezing, lightning_ranks, same, trainer
 from tests.processes import reserve_port, run_ranks
-from tests.support.tiers import full, in_full, one_in, tiers
+from tests.support.tiers import full, in_full, later, one_in, tiers
 from tests.support.update_training import OthersAdam
 from tests.support.vectors import flat
 
@@ -150,7 +150,7 @@ class InTurn(Net):
         return [torch.optim.SGD(self.parameters(), 0.05), torch.optim.Adam(self.parameters(), 0.01)]
 
 
-@full
+@later
 def test_optimizers_of_the_same_parameters_exchange_gradients_unless_updates_are_asked_for():
     def fits(rank: int, how: Any) -> Tensor:
         net = InTurn()
@@ -186,7 +186,7 @@ class Averaged(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-@full
+@later
 def test_an_optimizer_around_another_one_trains_as_under_ddp():
     def rank(rank: int) -> list[Tensor]:
         found = []
@@ -500,7 +500,7 @@ class Saves(Net):
         self.stepped = [name for name in weights if not torch.equal(self.state_dict()[name], self.before[name])]
 
 
-@full
+@later
 def test_what_is_saved_in_the_middle_of_a_step_has_the_weights_before_it():
     def run(rank: int) -> Any:
         module = Saves(ADAMW, lr=0.01)
@@ -555,7 +555,7 @@ class SavesInForward(Net):
         return ADAMW(self.parameters(), 0.01)
 
 
-@full
+@later
 @pytest.mark.parametrize(
     "options", tiers([{"overlap": "next_step"}, {"local_steps": 2}], [{"local_steps": 2}]), ids=str
 )
@@ -793,7 +793,7 @@ class ClippedAndOverflowing(Overflowing):
                 param.clamp_(-0.05, 0.05)
 
 
-@full
+@later
 def test_a_rank_that_leaves_a_step_out_takes_clipped_weights_as_the_others_do():
     net = partial(ClippedAndOverflowing, ADAMW, lr=0.01)
     first, second = lightning_ranks(2, partial(fit, scaled=True), net, {})
@@ -835,7 +835,7 @@ class SlowBackward(Net):
             time.sleep(0.01)
 
 
-@full
+@later
 def test_after_an_error_within_backward_the_model_has_the_agreed_weights():
     """The other thread fails in the first segment while backward continues. The memory of its weights holds updates."""
 
@@ -1167,7 +1167,7 @@ def test_every_method_goes_on_with_more_ranks_and_a_scaler(tmp_path, name):
         assert all(torch.equal(first, other) for other in others), f"{ranks} ranks"
 
 
-@full
+@later
 def test_moments_differ_among_ranks_and_their_mean_goes_to_fewer(tmp_path):
     def two(rank: int) -> Any:
         return saving(rank, tmp_path, AdamNet, {}, 2)
@@ -1471,7 +1471,7 @@ def test_callbacks_leave_the_error_of_an_exchange_as_it_is(overlap):
         assert kind == NonFiniteGradient.__name__, text
 
 
-@full
+@later
 def test_callbacks_wait_for_the_exchange_and_show_how_far_ranks_drift(tmp_path):
     """Every fifth of 16 steps logs, every third has an exchange. Steps 5, 10 and 15 are reported with 6, 12 and 15."""
 
@@ -1671,7 +1671,7 @@ def test_an_optimizer_that_recomputes_weights_exchanges_gradients():
     check_updates(Method(Identity(), NoMemory(), update_rule=UpdateRule()), [optimizer])
 
 
-@full
+@later
 def test_an_optimizer_that_shares_its_steps_trains_as_with_ddp():
     """Each rank steps its part of the parameters for all ranks, so all ranks have the same update of one gradient."""
 
@@ -1710,7 +1710,7 @@ class Unhooked(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@full
+@later
 def test_an_optimizer_without_hooks_trains_as_with_ddp_and_auto_ddp_takes_it():
     """Its updates cannot be exchanged, also beside an optimizer with hooks."""
     options = StrategyOptions("topk", None, {}, ReducerOptions())
@@ -1786,7 +1786,7 @@ def test_of_two_optimizers_one_that_shares_its_steps_decides(kind):
         assert options.choose(optimizers) == ("gradient", reason)
 
 
-@full
+@later
 def test_an_optimizer_whose_step_gathers_parameters_is_detected():
     def run(rank: int) -> Any:
         results = []
@@ -1887,7 +1887,7 @@ class Manual(Net):
         self.own[0].step()
 
 
-@full
+@later
 def test_an_optimizer_that_lightning_does_not_know_is_warned_of_if_gradients_are_sparse():
     def run(rank: int) -> list[list[str]]:
         said = []
@@ -1903,7 +1903,7 @@ def test_an_optimizer_that_lightning_does_not_know_is_warned_of_if_gradients_are
     assert second == [[], [], []]
 
 
-@full
+@later
 def test_without_an_optimizer_nothing_changes():
     """Lightning has a stand-in for the optimizer of a module that returns none. Gradients are still exchanged."""
 
@@ -1958,7 +1958,7 @@ class ScheduleFree(Unknown):
         raise AssertionError("not called by this package")
 
 
-@full
+@later
 def test_an_optimizer_that_evaluates_other_weights_is_warned_of_where_they_differ():
     def run(rank: int) -> list[list[str]]:
         net = partial(Net, ScheduleFree, lr=0.01)
@@ -1986,7 +1986,7 @@ def test_an_optimizer_that_a_callback_puts_in_place_is_an_error():
         assert "This AdamW is not one of the optimizers that fit began with" in text
 
 
-@full
+@later
 def test_a_density_that_is_small_for_updates_is_warned_of_unless_the_optimizer_is_sgd():
     def run(rank: int) -> list[list[str]]:
         cases = [(AdamNet, 0.001), (AdamNet, 0.01), (AdamNet, None), (Net, 0.001)]
@@ -2115,7 +2115,7 @@ class Validated(Net):
         return Loader(0, 1, 1)
 
 
-@full
+@later
 @pytest.mark.parametrize("options", [{"local_steps": 3}, *in_full({"overlap": "next_step"})], ids=str)
 def test_callbacks_that_swap_weights_find_them_exchanged(options):
     def run(rank: int) -> list[Tensor]:
@@ -2287,7 +2287,7 @@ class Reassigning(Net):
         return super().training_step(batch, index)
 
 
-@full
+@later
 def test_buffers_that_a_module_replaces_become_rank_0s():
     first, second = lightning_ranks(2, fit, Reassigning, {})
     assert first["buffers"].any()
@@ -2841,7 +2841,7 @@ def test_a_parameter_given_twice_is_exchanged_and_so_is_a_frozen_one_with_a_grad
         assert lays <= most  # not in each step
 
 
-@full
+@later
 @pytest.mark.parametrize("overlap", [*in_full("none"), "next_step"])
 def test_an_optimizer_of_frozen_parameters_alone_waits_for_nothing(overlap, tmp_path):
     class Alternating(Net):

@@ -1,11 +1,15 @@
-"""Test tiers: `make test` skips tests marked `full`, `exhaustive` or `rest`; `make test-all` skips only the second."""
+"""Test tiers.
+
+- `make test` skips tests marked `full`, `exhaustive` or `later`.
+- `make test-all` runs those marked `later`, and a sample of those marked `full`.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-full, exhaustive = pytest.mark.full, pytest.mark.exhaustive
+full, exhaustive, later = pytest.mark.full, pytest.mark.exhaustive, pytest.mark.later
 
 
 def tiers(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
