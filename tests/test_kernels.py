@@ -1297,7 +1297,10 @@ def test_devices_that_are_too_old_for_triton_take_torch(capability, able, monkey
     ] * (not able)
 
 
-def test_kernels_of_a_module_replace_their_stand_ins_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "reorders"), [("3.4.0", True), ("3.8.0+git1", True), ("3.9.0", False), ("3.10.0", False)]
+)
+def test_kernels_of_a_module_replace_their_stand_ins_at_once(version, reorders, monkeypatch):
     """Another thread would compile a kernel that calls a stand-in, and Triton would remember that."""
     seen = []
 
@@ -1305,13 +1308,14 @@ def test_kernels_of_a_module_replace_their_stand_ins_at_once(monkeypatch):
         seen.append([type(scope[name]) for name in ("first", "second")])
         return function.__name__
 
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(jit=jit, language="language"))
+    language = SimpleNamespace(constexpr=lambda value: value)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(jit=jit, language=language, __version__=version))
     scope = {}
     exec("def first(): pass\ndef second(): pass", scope)
     scope |= {name: launch.kernel()(scope[name]) for name in ("first", "second")}
     assert scope["first"].load() == "first"
     assert seen == [[launch.Kernel] * 2] * 2
-    assert (scope["second"], scope["tl"]) == ("second", "language")
+    assert (scope["second"], scope["tl"], scope["REORDERS"]) == ("second", language, reorders)
 
 
 @full
