@@ -32,7 +32,7 @@ SOME = ["few values", "nan and inf"]
 
 def is_kernel(value):
     """Return whether a value is a kernel, launched or not."""
-    return isinstance(value, launch.Kernel) or (callable(value) and type(value).__module__.startswith("triton"))
+    return isinstance(value, launch.Kernel) or (callable(value) and type(value).__module__.startswith("triton.runtime"))
 
 
 def with_kernels():
