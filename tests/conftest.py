@@ -50,7 +50,7 @@ def _commit():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark cases as `full` by `one_in`, as `exhaustive` if `make test-all` skips them, or else as `later`."""
+    """Mark cases: `full` by `one_in`, `exhaustive` if `make test-all` skips them, `later` if `make test` alone does."""
     interpreted = not torch.cuda.is_available()  # with a GPU, all these cases take seconds
     places = defaultdict(dict)
     for item in items:

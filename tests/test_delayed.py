@@ -107,7 +107,7 @@ def trained(
     return weights(net), reducer.state_dict()["elements"], moments
 
 
-@one_in(8)
+@one_in(4)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)

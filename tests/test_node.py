@@ -21,6 +21,7 @@ from lightning_sparse.updates import node
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.integration.failing import SOON, caught
 from tests.processes import run_ranks
+from tests.support.tiers import later
 
 SHAPES = {"a": (3, 2), "b": (5,), "never": (4,), "none": (0,)}
 
@@ -277,8 +278,8 @@ def test_a_node_is_one_worker_whatever_makes_the_gradients():
                     assert all(same), (how.__name__, rank, step, key)
 
 
-def test_ranks_are_equal_in_weights_and_those_of_a_node_in_moments_if_entries_wait():
-    ways = [backward, partly, unscaled]
+@pytest.mark.parametrize("ways", [[backward, partly, unscaled], pytest.param(WAYS, marks=later)], ids=len)
+def test_ranks_are_equal_in_weights_and_those_of_a_node_in_moments_if_entries_wait(ways):
     first, second, third, last = run_ranks(4, functools.partial(with_nodes, 0.05, ways))
     for left, right in ((first, second), (third, last), (second, third)):
         for how, *both in zip(ways, left, right, strict=True):

@@ -87,7 +87,7 @@ def test_all_methods_take_two_levels_but_one_whose_matrices_would_be_cut():
     ("name", "hosts", "ranks_per_node"),
     tiers(
         [(name, *place) for name in DISTINCT if takes_two_levels(name) for place in [(2, 2), (3, 2), (1, 3), (2, 1)]],
-        [("int4", 2, 2)],
+        [("int4", 2, 2), ("randk", 2, 2)],
     ),
 )
 def test_every_method_between_nodes(name, hosts, ranks_per_node):

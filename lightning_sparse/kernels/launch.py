@@ -30,7 +30,7 @@ tl: Any = None
 """A placeholder. The first launch of a module's kernel puts `triton.language` in its place in that module."""
 
 REORDERS: Any = None
-"""Another one: whether `tl.reshape` takes `can_reorder=True`. Triton 3.9 warns of it, and 3.10 is to lack it."""
+"""Another placeholder: whether `tl.reshape` takes `can_reorder=True`. Triton 3.9 warns of it; 3.10 will remove it."""
 
 _loading = threading.Lock()
 

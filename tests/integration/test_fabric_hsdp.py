@@ -112,7 +112,7 @@ def weights(model: Any) -> dict[str, Tensor]:
             (SPARSE, "bf16-mixed", {}),
             ({"method": "diloco", "local_steps": 2}, "32-true", {}),
         ],
-        [({"method": "topk"}, "32-true", {})],
+        [(SPARSE, "32-true", {"clip": 0.05, "micro": 2})],
     ),
     ids=str,
 )
