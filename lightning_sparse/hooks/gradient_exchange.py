@@ -274,6 +274,19 @@ class GradientExchanger(Exchanger):
         self._worker.join()
         return self.is_consistent
 
+    def mean_residuals(self) -> dict[str, Tensor]:
+        """Return the means of the residuals over the ranks, fp32, by name. All ranks call it between steps."""
+        self.drain()
+        if not (residuals := self.reducer.state_dict()["elements"].get("residual")):
+            return {}
+        self.session.launching()  # raises an error of the thread
+        self.reducer.agree("mean of residuals", self.session.device, in_sync=True)
+        flat = torch.cat([x.view(-1) for x in residuals.values()]).to(self.session.device)
+        mean = self.comm.all_reduce(flat).div_(self.comm.size)
+        self.session.launched()
+        parts = mean.split([x.numel() for x in residuals.values()])
+        return {name: part.view(x.shape) for (name, x), part in zip(residuals.items(), parts, strict=True)}
+
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> bool:
         return self._exchanged is not None and self._exchanged.gradients_wait(optimizers)
 

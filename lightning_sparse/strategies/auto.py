@@ -4,7 +4,7 @@ They try only methods that trained as well as dense training in this project's b
 of steps. Ranks decide alike, because each decides by the numbers of the slowest rank. A switch happens between two
 steps:
 
-- Residuals of gradients are added to the same rank's next gradient.
+- Of residuals of gradients, ranks take the mean, and add it to the gradient of the next step.
 - Residuals of updates stay if updates are exchanged afterwards. Otherwise they are dropped: applied at once, these old
   updates raise the loss (benchmarks.switches). Ranks take the mean of the optimizers' states, which differ among ranks
   while updates are exchanged.
@@ -26,6 +26,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ from lightning_sparse.comm.link import measure_link, speed_up
 from lightning_sparse.cost import DENSE, Costs, Link, Workload, step
 from lightning_sparse.gradients import REDUCIBLE
 from lightning_sparse.hooks import agree, report_errors_to_peers
-from lightning_sparse.hooks.closure import is_inner_step
+from lightning_sparse.hooks.closure import is_inner_step, with_gradients
 from lightning_sparse.hooks.ddp import sparse_embedding
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
 from lightning_sparse.layout import Granularity, Layout
@@ -427,6 +428,21 @@ class AutoDDP(AutoStrategy):
 
     _kind, _stock = "ddp", STOCK
     _group = None
+    _waiting: dict[torch.Tensor, torch.Tensor]
+    """By parameter, the mean of residuals that its next step adds to the gradient."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._waiting = {}
+
+    def _start_exchange(self, trainer: Any) -> None:
+        super()._start_exchange(trainer)
+        stepped = filter(has_step_hooks, self.optimizers)
+        self._step_hooks = [*self._step_hooks, *(each.register_step_pre_hook(self._before_step) for each in stepped)]
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._waiting = {}
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
@@ -437,6 +453,7 @@ class AutoDDP(AutoStrategy):
         # Entries that were clipped or scaled after the exchange would not belong to the residuals.
         hooks = gradient_hooks(self, ("configure_gradient_clipping", "clip_gradients"))
         compresses_gradients = not (is_sparse or trainer.gradient_clip_val or hooks or self.scaler is not None)
+        compresses_gradients &= all(map(has_step_hooks, self.optimizers))  # which take the residuals after a switch
         if exchanges_updates:
             if ranks <= BFLOAT16 and halves and not is_sparse:
                 found[BF16] = None
@@ -482,19 +499,26 @@ class AutoDDP(AutoStrategy):
                 param.requires_grad_(False)
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
-        if not isinstance(training, GradientTraining):
-            return super()._leave(training, options)
-        exchanger = training.exchanger
-        exchanger.drain()
-        residuals = exchanger.reducer.state_dict()["elements"].get("residual", {})
-        get_scale = exchanger.reducer.gradient_check.get_scale or (lambda: 1.0)
-        params = self._auto.parameters.by_name
+        if isinstance(training, GradientTraining):
+            params = self._auto.parameters.by_name
+            for name, mean in training.exchanger.mean_residuals().items():
+                self._waiting[params[name]] = mean + self._waiting.get(params[name], 0.0)
+        return super()._leave(training, options)
 
-        def resume() -> None:
-            for name, residual in residuals.items():
-                _add_once(params[name], residual, get_scale)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._waiting or is_inner_step(optimizer):
+            return None
+        return with_gradients(args, kwargs, partial(self._add_waiting, optimizer))
 
-        return resume
+    @torch.no_grad()
+    def _add_waiting(self, optimizer: Optimizer) -> None:
+        """Add the residuals that wait to the gradients of a step."""
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer that unscales gradients itself
+        for param in parameters_of([optimizer]):
+            if param.grad is not None and param in self._waiting:
+                residual = self._waiting.pop(param)
+                param.grad += (residual if scale is None else residual * scale).to(param.grad)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         params = self._auto.parameters
@@ -857,16 +881,3 @@ def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> di
         kind: {new.get(name, name): x for name, x in tensors.items()} for kind, tensors in state["elements"].items()
     }
     return {**state, "elements": elements}
-
-
-def _add_once(param: torch.nn.Parameter, residual: torch.Tensor, get_scale: Callable[[], float]) -> None:
-    """Add a residual to the next gradient of a parameter. The gradient has a loss scale; the residual has not."""
-
-    def add(grad: torch.Tensor) -> torch.Tensor:
-        handle.remove()
-        return grad + (residual * get_scale()).to(grad)
-
-    was_frozen = not param.requires_grad
-    param.requires_grad_(True)  # to register a hook
-    handle = param.register_hook(add)
-    param.requires_grad_(not was_frozen)

@@ -28,14 +28,14 @@ from lightning_sparse.hooks.stock import count_ddp
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.strategies import auto as auto_module
-from lightning_sparse.strategies.auto import KEY, Loaded, _add_once, _Choice, _Clock
+from lightning_sparse.strategies.auto import KEY, Loaded, _Choice, _Clock
 from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
 from tests.integration.planned import Logged, Watch, follow
-from tests.integration.trainers import Loader, Messages, Net, lightning_ranks, trainer
+from tests.integration.trainers import Batches, Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
-from tests.support.tiers import full, later, tiers
+from tests.support.tiers import full, in_full, later, tiers
 from tests.support.vectors import flat
 
 STEPS = 24
@@ -1017,16 +1017,58 @@ def test_layers_that_each_batch_freezes_are_trained_alike_after_a_switch(kind, p
     assert not any(param.requires_grad for param in net.discriminator.parameters())  # as the batch has left it
 
 
-def test_layers_that_each_batch_freezes_get_their_residuals_with_the_next_gradient():
-    """Entries that wait when the exchange changes are not lost. A hook adds them as soon as there is a gradient."""
-    param, residual = nn.Parameter(torch.zeros(3), requires_grad=False), torch.tensor([1.0, 2.0, 3.0])
-    _add_once(param, residual, lambda: 2.0)
-    assert not param.requires_grad
-    param.requires_grad_(True)
-    for expected in ([3.0, 5.0, 7.0], [4.0, 6.0, 8.0]):
-        param.sum().backward()
-        assert param.grad is not None
-        assert param.grad.tolist() == expected
+class Busy(pl.LightningModule):
+    """The gradients of its loss are the batch, whatever the weights. A step also does something else with gradients."""
+
+    def __init__(self, also: str) -> None:
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.zeros(100, 64)) for _ in range(2))
+        self.also, self.is_odd, self.total = also, False, torch.zeros(100, 64)
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if self.also == "freezes" and index == 6:
+            self.v.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = ((self.w + self.v) * batch).sum()
+        self.total += batch
+        if self.also == "extra backward":  # as in adversarial training
+            with self.trainer.strategy.block_backward_sync():
+                loss.backward(retain_graph=True)
+            self.zero_grad()
+        elif self.also == "autograd.grad":  # as for a norm
+            self.is_odd |= not torch.equal(torch.autograd.grad(loss, self.w, retain_graph=True)[0], batch)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
+def busy(rank: int, also: str, plan: list[str]) -> Any:
+    net, generator = Busy(also), torch.Generator().manual_seed(rank)
+    batches = [torch.randn(100, 64, generator=generator) for _ in range(20)]
+    strategy = auto(plan, find_unused_parameters=also == "freezes")
+    trainer(strategy, 2).fit(net, Batches(batches))
+    net.zero_grad()
+    net.v.requires_grad_(True).sum().backward()
+    assert net.v.grad is not None
+    return strategy.choice, net.w.detach(), net.total, net.is_odd, net.v.grad
+
+
+@pytest.mark.parametrize("also", ["extra backward", *in_full("", "autograd.grad")])
+def test_residuals_of_gradients_reach_the_next_step_whatever_else_it_computes(also):
+    """Weights of at most 16 and 20 additions round by 20 · 16 · 2⁻²⁴ at most, so do the means of residuals."""
+    (choice, w, total, is_odd, _), (_, other, more, _, _) = lightning_ranks(2, busy, also, ["int4", "int8", "ddp"])
+    assert choice == "ddp"
+    assert not is_odd
+    assert torch.equal(w, other)
+    torch.testing.assert_close(w, -(total + more) / 2, rtol=0, atol=2 * 20 * 16 * 2**-24)
+
+
+@full
+def test_no_residual_of_gradients_outlives_the_fit():
+    for *_, grad in lightning_ranks(2, busy, "freezes", ["int4", "ddp"]):
+        assert torch.equal(grad, torch.ones(100, 64))
 
 
 @later
