@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
@@ -40,6 +42,10 @@ REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise TypeError unless a parameter or gradient can be reduced."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"The gradient of {name!r} is {tensor!r:.80}: give a tensor, of zeros if the parameter took no part."
+        )
     if tensor.layout != torch.strided:
         raise TypeError(
             f"The gradient of {name!r} is sparse ({tensor.layout}). Set sparse=False on its embedding layer, or train "
@@ -63,6 +69,23 @@ def check_one_device(params: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{first!r} is on {device}, and {name!r} on {param.device}: the parameters that a rank trains must be "
                 f"on one device. Move the model, by model.to(device); for a model in parts use strategy='ddp'."
+            )
+
+
+def check_no_overlap(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two parameters share elements, because both would send the same change."""
+    places = sorted(
+        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
+        for name, param in params.items()
+        if param.numel()
+    )
+    for (storage, start, first), (other, begin, second) in pairwise(places):
+        shape, strides = params[first].shape, params[first].stride()
+        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other and begin < stop:
+            raise ValueError(
+                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
+                f"changed. Tie weights by using one parameter twice, second.weight = first.weight, under one name."
             )
 
 

@@ -63,7 +63,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
         ValueError: the updates of an optimizer are not exchanged, or its state cannot be sharded anew; on all ranks.
         OSError: a rank could not write its file. The earlier save is unchanged.
     """
-    exchange = _begin(optimizers)
+    exchange = _begin(model, optimizers)
     path = sidecars.absolute(path)
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
 
@@ -112,9 +112,10 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
             nothing has changed, except parameter groups for another kind of optimizer. Or updates are pending.
     """
     together(lambda: _check_idle(optimizers), ValueError)
-    exchange = _begin(optimizers)
+    exchange = _begin(model, optimizers)
     path = sidecars.absolute(path)
-    state = together(lambda: read_replica(path, _read_entry(path), model, exchange), ValueError)
+    parts = gather(exchange.comm.ranks[0])
+    state = together(lambda: read_replica(path, _read_entry(path), model, exchange, parts), ValueError)
     load_state(state, model, exchange)
 
 
@@ -133,6 +134,7 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
         "step": reducer.step,
         "skipped": reducer.skipped,
         "replicas": gather(exchange.comm.rank),
+        "parts": gather(exchange.comm.ranks[0]),
     }
 
 
@@ -166,8 +168,15 @@ def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
     }
 
 
-def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> State:
+def read_replica(
+    path: str, entry: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger, parts: Sequence[int] = ()
+) -> State:
     """Return this rank's state, from the files of a checkpoint; see `load_state`. It calls no collective.
+
+    Args:
+        path, entry, model, exchange: see `write_replica` and `entry_of`.
+        parts: for each rank, the first rank that exchanges with it. It tells apart the parts of a model without
+            shards, such as the stages of a pipeline. Empty if ranks hold the whole model or shards of it.
 
     Raises:
         ValueError: files are missing, damaged, or of another save, model or kind of optimizer.
@@ -186,6 +195,9 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
             f"checkpoint's meta.pt."
         )
     comm, places, shapes = exchange.comm, _places(model), _shapes(model)
+    rank, alike = dist.get_rank(), [*range(old)]
+    if parts and "parts" in entry and not is_any_sharded(model):
+        alike = _ranks_of_part(entry["parts"], parts, comm.ranks[0])
 
     def load(rank: int) -> State:
         state = sidecars.load(*files[rank], tag, rank, old)
@@ -196,29 +208,46 @@ def read_replica(path: str, entry: Mapping[str, Any], model: nn.Module, exchange
             )
         return state
 
-    if old == dist.get_world_size() and replica_of[dist.get_rank()] == comm.rank:
-        own = load(dist.get_rank())
+    if old == dist.get_world_size() and replica_of[rank] == comm.rank and rank in alike:
+        own = load(rank)
         if own["places"] == places and own["replicas"] == comm.size:
             _check_names(own, exchange, model)
             if own["weights"] != _checksum_of_weights(model, exchange):
                 log.warning(
-                    f"Rank {dist.get_rank()} has other weights than at the save of {path!r}. Load the weights of the "
+                    f"Rank {rank} has other weights than at the save of {path!r}. Load the weights of the "
                     f"same save, before load_replica."
                 )
             return {**own, "rank": comm.rank, "size": comm.size}
 
     shards = dist.get_world_size() // comm.size
-    position = dist.get_rank() % shards / shards  # of this rank's shard within its replica, in most meshes
+    position = rank % shards / shards  # of this rank's shard within its replica, in most meshes
 
     def states() -> Iterator[State]:
         for replica in sources(comm.rank, comm.size, max(replica_of) + 1):
-            ranks = [rank for rank in range(old) if replica_of[rank] == replica]
+            ranks = [each for each in alike if replica_of[each] == replica]
             nearest = sorted(range(len(ranks)), key=lambda i: abs(i - position * len(ranks)))
             state = joined((load(ranks[i]) for i in nearest), places)
             _check_names(state, exchange, model)
             yield state
 
     return resized(states(), comm.rank, comm.size)
+
+
+def _ranks_of_part(before: Sequence[int], now: Sequence[int], first: int) -> list[int]:
+    """Return the ranks of a save that had this rank's part of a model without shards.
+
+    Args:
+        before, now: for each rank, the first rank that exchanged with it at the save, and that exchanges with it now.
+        first: this rank's one.
+    """
+    saved, present = sorted({*before}), sorted({*now})
+    if len(saved) != len(present):
+        raise ValueError(
+            f"The checkpoint is of a model in {len(saved)} parts, such as the stages of a pipeline, and here it has "
+            f"{len(present)}. Take the same number of parts; or continue without load_replica."
+        )
+    part = saved[present.index(first)]
+    return [rank for rank, each in enumerate(before) if each == part]
 
 
 def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExchanger) -> None:
@@ -249,11 +278,20 @@ def load_state(state: Mapping[str, Any], model: nn.Module, exchange: UpdateExcha
     exchange.reducer.load_state_dict(state)
 
 
-def _begin(optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
-    """Return the exchange of these optimizers, without pending updates and with the present parameters."""
+def _begin(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> UpdateExchanger:
+    """Return the exchange of a model's optimizers, without pending updates and with the present parameters."""
     exchange = together(lambda: _exchange_of(optimizers), ValueError)
     exchange.exchange_pending()
-    together(lambda: exchange.updates.refresh_parameters(names=True), ValueError)
+
+    def refresh() -> None:
+        exchange.updates.refresh_parameters(names=True)
+        if odd := sorted(exchange.updates.parameters.keys() - parameters_by_name(model).keys()):
+            raise ValueError(
+                f"The {type(model).__name__} has no parameter {odd[0]!r}, whose updates are exchanged. Give the model "
+                f"that attach_updates got, not a wrapper or a part of it."
+            )
+
+    together(refresh, ValueError)
     return exchange
 
 

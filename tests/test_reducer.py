@@ -389,6 +389,28 @@ def test_an_expanded_gradient_is_refused_before_anything_is_kept():
     simulate(1, rank)
 
 
+def test_a_gradient_under_two_names_or_none_at_all_is_refused():
+    def rank(comm: Comm) -> None:
+        shared = torch.ones(4)
+        with pytest.raises(ValueError, match="'a' and 'b' are two parameters that share memory"):
+            Reducer("topk", comm).reduce_({"a": shared, "b": shared[1:]})
+        with pytest.raises(TypeError, match="gradient of 'b' is None: give a tensor, of zeros if"):
+            Reducer("topk", comm).reduce_({"a": shared, "b": None})  # type: ignore[dict-item]
+
+    simulate(1, rank)
+
+
+def test_a_rank_tells_the_others_that_its_first_gradients_are_refused():
+    def rank(comm: Comm) -> None:
+        told: list[str] = []
+        comm.mark_failed = told.append  # type: ignore[method-assign]
+        with pytest.raises(TypeError):
+            Reducer("topk", comm).reduce_({"w": None})  # type: ignore[dict-item]
+        assert "The gradient of 'w' is None" in told[0]
+
+    simulate(1, rank)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_local_clipping_happens_before_anything_is_kept(scale):
     def rank(comm: Comm) -> tuple[list[float], list[float]]:

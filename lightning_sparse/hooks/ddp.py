@@ -28,7 +28,7 @@ from lightning_sparse._compat import (
 )
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
-from lightning_sparse.hooks.misuse import detach, keep_checked
+from lightning_sparse.hooks.misuse import attached, detach, keep_checked
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
 from lightning_sparse.layout import Granularity
@@ -139,6 +139,9 @@ def exchange_gradients(
     exchanger = GradientExchanger(session, ddp, params, rates, optimizers)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
+        for each in ddp.module.modules():
+            if (earlier := attached(each)) is not None and not earlier.session.is_closed:
+                earlier.equalize(session.comm)  # ranks that average gradients need equal states
         session.open_connections()  # connecting within backward may wait for the device, which waits for this rank
         rates.compare()
         if session.stream is not None:
@@ -148,13 +151,19 @@ def exchange_gradients(
         exchanger.session.fail(error)
         exchanger.close()
         raise
-    exchanged = {*map(id, params.values())}
-    for each in ddp.module.modules():
-        if not exchanged.isdisjoint(map(id, each.parameters())):
-            detach(each)
-    keep_checked(getattr(ddp.module, "_orig_mod", ddp.module), exchanger)  # attach_updates detaches the inner module
+    detach({*map(id, params.values())})
+    keep_checked(exchanger)
+    ddp.register_forward_pre_hook(_raise_known)
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger
+
+
+def _raise_known(ddp: DistributedDataParallel, *_: Any) -> None:
+    """Raise the error that has ended training. Afterwards DDP's own one would not name the cause."""
+    if not torch.compiler.is_compiling():
+        for state in hook_states(ddp):
+            if isinstance(state, GradientExchanger):
+                state.session.raise_known_failure()
 
 
 def on_bucket(state: GradientExchanger, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -325,7 +325,7 @@ def _explain(model: nn.Module, *_: Any) -> None:
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
-_checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientExchanger]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakSet[GradientExchanger] = weakref.WeakSet()
 _refusing: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 _explaining: weakref.WeakKeyDictionary[nn.Module, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -334,10 +334,10 @@ _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakK
 def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Sequence[Optimizer]) -> None:
     """Register the exchange of a model's updates, and close an earlier one.
 
-    The exchange is closed when the model is deleted or attached again. Further steps of its optimizers then raise an
-    error.
+    The exchange is closed when the model is deleted, or when it or a part of it is attached again. Further steps of its
+    optimizers then raise an error.
     """
-    detach(model)
+    detach(exchange.updates.ids, model)
     for optimizer in optimizers:
         if refusal := _refusals.pop(optimizer, None):
             refusal.remove()
@@ -351,28 +351,46 @@ def attached(model: nn.Module) -> UpdateExchanger | None:
     return found[2][0] if found else None
 
 
-def keep_checked(module: nn.Module, exchanger: GradientExchanger) -> None:
-    """Register the exchange of a module's gradients."""
-    _checked[module] = weakref.ref(exchanger)
+def keep_checked(exchanger: GradientExchanger) -> None:
+    """Register an exchange of gradients."""
+    _checked.add(exchanger)
 
 
-def detach(model: nn.Module) -> None:
-    """End the earlier exchanges of a model, because another one replaces them.
+def replaced(ids: Collection[int], model: nn.Module | None = None) -> list[nn.Module]:
+    """Return the models of `attach_updates` that exchange parameters with these ids, and `model` if it is one."""
+    found = {each: attached(each) for each in [*_attached]}
+    return [
+        each
+        for each, exchange in found.items()
+        if each is model or (exchange is not None and not exchange.updates.ids.isdisjoint(ids))
+    ]
+
+
+def detach(ids: Collection[int], model: nn.Module | None = None) -> None:
+    """End the earlier exchanges of these parameters or of a model, because another one replaces them.
 
     Optimizers of an earlier exchange may step only while no updates are exchanged.
+
+    Args:
+        ids: the ids of the parameters.
+        model: the model of `attach_updates`, if updates are exchanged from now on.
     """
-    for hook in _explaining.pop(model, ()):
-        hook.remove()
-    if (checked := _checked.pop(model, None)) and (exchanger := checked()):
-        exchanger.stop_checks()
-    if (finalizer := _attached.pop(model, None)) and (found := finalizer.detach()):
-        _, _, (exchange, optimizers, _), _ = found
-        reference = weakref.ref(model)
+    for exchanger in [*_checked]:
+        if not {*map(id, exchanger.params.values())}.isdisjoint(ids):
+            _checked.discard(exchanger)
+            exchanger.stop_checks()
+    for each in replaced(ids, model):
+        for hook in _explaining.pop(each, ()):
+            hook.remove()
+        if found := _attached.pop(each).detach():
+            _, _, (exchange, optimizers, _), _ = found
+            _abandon(exchange, optimizers, "the model was attached anew, with other optimizers", _refuses(each))
 
-        def exchanges_updates() -> bool:
-            return (present := reference()) is not None and attached(present) is not None
 
-        _abandon(exchange, optimizers, "the model was attached anew, with other optimizers", exchanges_updates)
+def _refuses(model: nn.Module) -> Callable[[], bool]:
+    """Return a function that says whether updates of a model are exchanged; it keeps no reference to the model."""
+    reference = weakref.ref(model)
+    return lambda: (present := reference()) is not None and attached(present) is not None
 
 
 GONE = (

@@ -28,7 +28,7 @@ from lightning_sparse._compat import (
     register_first,
     step_hooks,
 )
-from lightning_sparse.comm import RankFailure
+from lightning_sparse.comm import ProcessGroupComm, RankFailure
 from lightning_sparse.comm.broadcast import broadcast, broadcast_differing
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
@@ -293,6 +293,7 @@ class UpdateExchanger(Exchanger):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_inner_step(optimizer):
             return None
+        self._warn_of_interrupted(optimizer)
         begin, changed = partial(self._begin_step, optimizer), partial(self.updates.changed, optimizer)
         args, kwargs = with_gradients(args, kwargs, partial(self._take_gradients, optimizer)) or (args, kwargs)
         return begin_step(optimizer, args, kwargs, begin, changed)
@@ -311,6 +312,18 @@ class UpdateExchanger(Exchanger):
             self.updates.refresh_parameters(stepping=True)
         if steps > 1 and waiting == steps - 1:
             self.updates.begin_last_step(optimizer)
+
+    def _warn_of_interrupted(self, optimizer: Optimizer) -> None:
+        """Warn if an error has ended an earlier step that had changed weights on this rank."""
+        if self.phase is not Phase.STEPPING or self.is_pending:  # a pending exchange includes that change
+            return
+        changed = self.updates.changed(optimizer)
+        if changed is not None and bool(changed):
+            log.warning(
+                f"An error or an interrupt has ended a step on rank {self.comm.ranks[self.comm.rank]}, after weights "
+                f"of its {type(optimizer).__name__} had changed. So ranks may have different weights. Load a "
+                f"checkpoint on all ranks, unless you have done so since."
+            )
 
     def _check_uninterrupted(self) -> None:
         if self.phase is Phase.EXCHANGING:
@@ -534,10 +547,20 @@ class UpdateExchanger(Exchanger):
         self._unshared = self._rule.local_steps > 1 or self._rule.delayed
         self.exchange_pending()
 
-    def share_scales(self) -> None:
+    def share_scales(self, comm: ProcessGroupComm | None = None) -> None:
         """Let gradient scalers take the loss scale of rank 0. All ranks call it."""
         scalers = (steps.scaler for steps in self._steps.values() if steps.scaler is not None)
-        take_rank_0s(self.comm, dict.fromkeys(scalers))
+        take_rank_0s(comm or self.comm, dict.fromkeys(scalers))
+
+    def equalize(self, comm: ProcessGroupComm) -> None:
+        """Make the optimizers' states and the loss scales equal on all ranks, which then exchange gradients.
+
+        Args:
+            comm: this rank's connection to all ranks, which call it.
+        """
+        for optimizer in self.optimizers:
+            average_states(comm, optimizer)
+        self.share_scales(comm)
 
     @torch.no_grad()
     def settle(self, gradients: bool = True) -> None:
@@ -552,11 +575,9 @@ class UpdateExchanger(Exchanger):
         self.exchange_pending()
 
         def settle() -> None:
-            for optimizer in self.optimizers:
-                average_states(self.comm, optimizer)
+            self.equalize(self.comm)
             if gradients:
                 average_waiting_gradients(self.comm, self.optimizers)
-            self.share_scales()
 
         self._during(settle)
 

@@ -23,7 +23,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.hooks.misuse import RefuseDDP, attached, check_optimizers, explain_failures, keep_attached
+from lightning_sparse.hooks.misuse import (
+    RefuseDDP,
+    attached,
+    check_optimizers,
+    explain_failures,
+    keep_attached,
+    replaced,
+)
 from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
@@ -181,14 +188,16 @@ def exchange_updates(
 ) -> UpdateExchanger:
     """Attach as `attach_updates` does, and return the exchanger.
 
-    The exchange ends when the model is deleted, when it is attached again, or when the interpreter exits.
+    The exchange ends when the model is deleted, when it or a part of it is attached again, or when the interpreter
+    exits.
 
     Args:
         model, optimizers: see `attach_updates`.
         method, options, **settings: see `UpdateExchanger`.
     """
-    if (earlier := attached(model)) is not None:
-        earlier.end_if_soon()  # before weights are broadcast from rank 0
+    for each in replaced({*map(id, parameters_of(optimizers))}, model):
+        if (earlier := attached(each)) is not None:
+            earlier.end_if_soon()  # before weights are broadcast from rank 0
     exchanger = UpdateExchanger(model, optimizers, method, options, **settings)
     RefuseDDP(model)
     keep_attached(model, exchanger, exchanger.optimizers)

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import attach, attach_updates, exchange_pending, method
-from lightning_sparse.hooks import UpdateExchanger, misuse
+from lightning_sparse.hooks import UpdateExchanger, misuse, update_exchange
 from lightning_sparse.hooks.optimizer_kinds import LAZY, reason_for_gradients
 from lightning_sparse.hooks.update_exchange import check_updates
 from tests.integration.failing import caught
 from tests.integration.trainers import Lookahead, Messages
 from tests.processes import run_ranks
-from tests.support.tiers import in_full, one_in
+from tests.support.tiers import full, in_full, one_in
 from tests.support.vectors import flat
 
 
@@ -337,6 +338,121 @@ def attached_anew(_: int, how: str) -> Tensor:
         trained(torch.randn(4, 8)).square().mean().backward()
         second.step()
     return flat(net)
+
+
+def to_gradients(_: int) -> list[bool]:
+    """Train by updates, then by gradients; return when the momentum is equal on all ranks, and whether weights are."""
+    net, found = network(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    reducer = attach_updates(net, optimizer, density=0.1)
+    trained = net
+    for step in range(6):
+        if step == 3:
+            trained = DistributedDataParallel(net)
+            reducer = attach(trained, "int4")
+        if step in (2, 3):
+            moments = [optimizer.state[param]["momentum_buffer"].flatten() for param in net.parameters()]
+            found.append(equal_on_ranks(torch.cat(moments)))
+        gradients(trained, step)
+        optimizer.step()
+    assert reducer.step == 3
+    return [*found, equal_on_ranks(flat(net))]
+
+
+def equal_on_ranks(own: Tensor) -> bool:
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return all(torch.equal(own, other) for other in found)
+
+
+def test_an_optimizer_of_updates_may_go_on_with_gradients():
+    """Its states, which differ among ranks, become their means. Otherwise equal gradients would make other steps."""
+    assert run_ranks(2, to_gradients) == [[False, True, True]] * 2
+
+
+def in_stages(_: int, first: str, second: str) -> tuple[int, int, bool]:
+    """Train one module, and then another one that shares parameters with it; both exist to the end."""
+    net, found = network(), []
+    parts = {"whole": net, "part": net[0], "wrapper": nn.Sequential(net)}
+    for step, name in enumerate((first, second)):
+        optimizer = torch.optim.AdamW(parts[name].parameters(), 0.01)
+        reducer = attach_updates(parts[name], optimizer, density=0.1)
+        for number in (2 * step, 2 * step + 1):
+            gradients(net, number)
+            optimizer.step()
+        found.append(reducer.step)
+    return *found, equal_on_ranks(flat(net))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("part", "whole"), *in_full(("whole", "part"), ("whole", "wrapper"), ("wrapper", "whole"))]
+)
+def test_a_module_that_shares_parameters_with_an_earlier_one_may_be_attached(first, second):
+    assert run_ranks(2, in_stages, first, second) == [(2, 2, True)] * 2
+
+
+class Fails(torch.optim.SGD):
+    """Its step may fail after it has changed a weight, as without memory for the others."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError
+        return super().step(closure)
+
+
+def half_a_step(rank: int, overlap: Any) -> tuple[list[str], bool]:
+    """Train, and let one step of rank 1 fail."""
+    net, said = network(), list[str]()
+    optimizer = Fails(net.parameters(), 0.1)
+    attach_updates(net, optimizer, density=0.1, overlap=overlap)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(update_exchange.log, "warning", said.append)
+        for step in range(4):
+            gradients(net, step)
+            optimizer.fails = rank == 1 and step == 1
+            if optimizer.fails:
+                with pytest.raises(MemoryError):
+                    optimizer.step()
+                optimizer.fails = False
+            optimizer.step()
+    exchange_pending(optimizer)
+    return said, equal_on_ranks(flat(net))
+
+
+def test_a_step_that_failed_after_it_had_changed_weights_is_told():
+    for rank, (said, equal) in enumerate(run_ranks(2, half_a_step, "none")):
+        assert not equal
+        assert [
+            text for text in said if "has ended a step on rank 1, after weights of its Fails had changed" in text
+        ] == said
+        assert len(said) == rank
+
+
+@full
+def test_a_pending_exchange_includes_the_change_of_a_step_that_failed():
+    assert run_ranks(2, half_a_step, "next_step") == [([], True)] * 2
+
+
+def goes_on_after_nan(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(network())
+    attach(ddp, density=0.1)
+
+    def backward(step: int) -> None:
+        (ddp(torch.ones(4, 8)).sum() * (float("nan") if step == rank == 1 else 1.0)).backward()
+
+    return [caught(partial(backward, step))[1] for step in range(3)]
+
+
+def test_after_a_gradient_that_is_not_finite_each_forward_pass_names_it_again():
+    """The error of DDP itself, "please report a bug to PyTorch", does not name the cause."""
+    for first, second, third in run_ranks(2, goes_on_after_nan):
+        assert not first
+        assert "is not finite on rank 1 at step 1" in second
+        assert third == second
 
 
 def scripted(_: int) -> tuple[bool, bool]:

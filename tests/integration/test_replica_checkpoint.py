@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from lightning_sparse import Reducer, attach_updates, load_replica, save_replica
 from lightning_sparse.checkpoint import folder
 from lightning_sparse.shards import like
+from tests.integration.failing import caught
 from tests.processes import run_ranks
 from tests.support.shards import attempt, mesh_of, net, own, shard, steps
-from tests.support.tiers import full, later
+from tests.support.tiers import full, in_full, later
 
 OPTIONS: dict[str, Any] = {"density": 0.25, "value_format": "int8", "granularity": "bucket", "bucket_cap_mb": 5e-5}
 
@@ -431,3 +432,56 @@ def of_dtypes(rank: int, path: Path) -> list[Any]:
 @later
 def test_a_load_with_weights_of_another_dtype_converts_the_moments(tmp_path):
     assert run_ranks(2, of_dtypes, tmp_path / "last.ckpt") == [[torch.bfloat16, 2, torch.float32, 2]] * 2
+
+
+def stage(rank: int, replicas: int, path: Path, loads: bool) -> Any:
+    """Train one of two stages of a pipeline, whose parameters have equal names and shapes; save, or load."""
+    number = rank // replicas
+    group = [dist.new_group([*range(each * replicas, (each + 1) * replicas)]) for each in range(2)][number]
+    torch.manual_seed(number)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.0)
+    attach_updates(model, optimizer, density=0.1, group=group)
+    if loads:
+        load_replica(str(path), model, optimizer)
+    else:
+        (model(torch.ones(1, 8)).sum() * 10**number).backward()
+        optimizer.step()
+        save_replica(str(path), model, optimizer)
+    return number, float(optimizer.state[model.weight]["exp_avg"].mean())
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), *in_full((2, 1), (2, 2))])
+def test_a_stage_of_a_pipeline_gets_its_own_state(tmp_path, before, now):
+    for loads, replicas in ((False, before), (True, now)):
+        for number, moment in run_ranks(2 * replicas, stage, replicas, tmp_path / "0", loads):
+            assert moment == pytest.approx(0.1 * 10**number)
+
+
+def other_number_of_stages(rank: int, path: Path) -> tuple[str, str, float]:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach_updates(model, optimizer, density=0.1)
+    return caught(lambda: load_replica(str(path), model, optimizer))
+
+
+@later
+def test_a_save_of_two_stages_is_not_one_of_a_whole_model(tmp_path):
+    run_ranks(2, stage, 1, tmp_path / "0", False)
+    for kind, text, _ in run_ranks(2, other_number_of_stages, tmp_path / "0"):
+        assert kind == "ValueError"
+        assert "is of a model in 2 parts, such as the stages of a pipeline, and here it has 1" in text
+
+
+def of_a_wrapper(rank: int, path: Path) -> tuple[str, str, float]:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach_updates(model, optimizer, density=0.1)
+    return caught(lambda: save_replica(str(path), nn.Sequential(model), optimizer))
+
+
+def test_a_save_with_another_model_than_attached_is_an_error(tmp_path):
+    """Its residuals would have other names than its parameters, so no other number of ranks could load it."""
+    for kind, text, _ in run_ranks(2, of_a_wrapper, tmp_path / "0"):
+        assert kind == "ValueError"
+        assert "The Sequential has no parameter 'bias', whose updates are exchanged" in text
