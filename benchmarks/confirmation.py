@@ -29,8 +29,8 @@ from examples.data.text import TextFolder
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm
 
-WORKERS, STEPS, EVERY = 2, 1000, 100
-"""Number of workers, number of steps, and steps between evaluations."""
+STEPS, EVERY = 1000, 100
+"""Number of steps, and steps between evaluations."""
 HEADERS = Path(torch.__file__).parent / "include" / "torch"
 
 
@@ -46,19 +46,22 @@ CASES = {"clipped": Case(beta2=0.95, clip_norm=1.0), "other text": Case(other_te
 
 
 class Run(NamedTuple):
-    """One training: a key of `CASES`, `ddp` or the default, a learning rate and a seed."""
+    """One training: a key of `CASES`, the number of workers, `ddp` or the default, a learning rate and a seed."""
 
     case: str
+    workers: int
     method: str
     lr: float
     seed: int
 
 
 TRIED = [
-    Run(case, name, lr, seed)
-    for case, rates, seeds in (
-        ("clipped", [0.004, 0.006], [0, 1]),
-        ("other text", [0.004], [10, 11, 12, 13, 14]),
+    Run(case, workers, name, lr, seed)
+    for case, workers, rates, seeds in (
+        ("clipped", 2, [0.004, 0.006], [0, 1]),
+        ("other text", 2, [0.004], [10, 11, 12, 13, 14]),
+        ("clipped", 4, [0.004], [0, 1]),
+        ("clipped", 8, [0.004], [0]),
     )
     for seed, lr, name in itertools.product(seeds, rates, ["ddp", DEFAULT])
 ]
@@ -87,8 +90,8 @@ def work(job: Row) -> None:
 
 def train(run: Run) -> list[Row]:
     """Train in processes; return rows of the CSV file."""
-    points, _ = run_ranks("benchmarks.confirmation", {"run": run}, WORKERS)
-    common = {**CASES[run.case]._asdict(), "workers": WORKERS, "steps": STEPS}
+    points, _ = run_ranks("benchmarks.confirmation", {"run": run}, run.workers)
+    common = {**CASES[run.case]._asdict(), "steps": STEPS}
     return [common | point for point in points]
 
 

@@ -7,10 +7,10 @@ from benchmarks.harness import results
 def test_the_file_has_all_trainings_to_their_end():
     found = results.load(results.RESULTS / "confirmation.csv")
     assert results.missing(found, TRIED) == []
-    assert (found.groupby(["case", "method", "lr", "seed"]).step.max() == STEPS).all()
+    assert (found.groupby(["case", "workers", "method", "lr", "seed"]).step.max() == STEPS).all()
 
 
 def test_both_methods_begin_with_the_same_loss():
     found = results.load(results.RESULTS / "confirmation.csv").query("step == 0")
-    assert (found.groupby(["case", "seed"]).val_loss.nunique() == 1).all()
-    assert (found.groupby(["case", "seed"]).method.nunique() == 2).all()
+    assert (found.groupby(["case", "workers", "seed"]).val_loss.nunique() == 1).all()
+    assert (found.groupby(["case", "workers", "seed"]).method.nunique() == 2).all()
