@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
@@ -72,20 +71,16 @@ def check_one_device(params: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_no_overlap(params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two parameters share elements, because both would send the same change."""
-    places = sorted(
-        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
-        for name, param in params.items()
-        if param.numel()
-    )
-    for (storage, start, first), (other, begin, second) in pairwise(places):
-        shape, strides = params[first].shape, params[first].stride()
-        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if storage == other and begin < stop:
+def check_distinct(grads: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a gradient has two names, because it would be sent and added twice."""
+    names: dict[Any, str] = {}
+    for name, grad in grads.items():
+        check_tensor(name, grad)
+        first = names.setdefault((grad.data_ptr(), grad.shape, grad.stride()), name)
+        if first != name and grad.numel():
             raise ValueError(
-                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
-                f"changed. Tie weights by using one parameter twice, second.weight = first.weight, under one name."
+                f"{first!r} and {name!r} are the same gradient, so it would count twice. Give the gradient of a tied "
+                f"parameter under one name."
             )
 
 

@@ -28,7 +28,7 @@ from lightning_sparse.context import Context, State
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange import Exchanged as Exchanged
 from lightning_sparse.exchange import NonFiniteGradient as NonFiniteGradient
-from lightning_sparse.gradients import check_fits, check_no_overlap, check_one_device, check_tensor, write_
+from lightning_sparse.gradients import check_distinct, check_fits, check_one_device, check_tensor, write_
 from lightning_sparse.kernels.gradient_table import Placed
 from lightning_sparse.kernels.graphs import NO_GRAPHS, Captures, Graphs
 from lightning_sparse.kernels.payout import FindPayout
@@ -192,8 +192,8 @@ class Reducer:
         """
         try:
             if self.layout is None:
+                check_distinct(grads)
                 self.setup(grads)
-                check_no_overlap(grads)
             assert self.layout is not None
             check_fits(self.layout, grads)
             if self.gradient_check.needs_all_gradients and not self.check_gradients(grads):

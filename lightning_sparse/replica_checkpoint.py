@@ -126,7 +126,8 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
         tag: tag of the save.
         exchange: the exchange of the model's updates.
     """
-    reducer = exchange.reducer
+    reducer, is_whole = exchange.reducer, not any(map(is_sharded, exchange.updates.parameters.values()))
+    parts = gather(exchange.comm.ranks[0] if is_whole else None)
     return {
         "version": sidecars.VERSION,
         "tag": tag,
@@ -134,7 +135,7 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
         "step": reducer.step,
         "skipped": reducer.skipped,
         "replicas": gather(exchange.comm.rank),
-        "parts": gather(exchange.comm.ranks[0]),
+        **({} if None in parts else {"parts": parts}),
     }
 
 

@@ -28,9 +28,10 @@ from lightning_sparse._compat import (
 )
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
-from lightning_sparse.hooks.misuse import attached, detach, keep_checked
+from lightning_sparse.hooks.misuse import attached, detach, keep_checked, replaced
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
+from lightning_sparse.hooks.update_exchange import UpdateExchanger
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, ReducerOptions
@@ -124,6 +125,10 @@ def exchange_gradients(
         check_no_hook(ddp)
         return trainable_parameters(ddp)
 
+    def replaces() -> list[UpdateExchanger]:
+        found = (attached(each) for each in replaced({*map(id, parameters().values())}))
+        return [each for each in found if each is not None and not each.session.is_closed]
+
     session = Session(
         parameters,
         method,
@@ -131,7 +136,10 @@ def exchange_gradients(
         group=ddp.process_group,  # need not be all the ranks
         device=ddp.device,
         timeout=timeout,
-        settings=lambda: {"parameters and buffers": described(states)},
+        settings=lambda: {
+            "parameters and buffers": described(states),
+            "exchanges of updates to replace": [str(earlier.reducer.method) for earlier in replaces()],
+        },
     )
     params = parameters()
     session.reducer.segment_states.take_memory_order(params)
@@ -139,9 +147,8 @@ def exchange_gradients(
     exchanger = GradientExchanger(session, ddp, params, rates, optimizers)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
-        for each in ddp.module.modules():
-            if (earlier := attached(each)) is not None and not earlier.session.is_closed:
-                earlier.equalize(session.comm)  # ranks that average gradients need equal states
+        for earlier in replaces():
+            earlier.equalize(session.comm)  # ranks that average gradients need equal states
         session.open_connections()  # connecting within backward may wait for the device, which waits for this rank
         rates.compare()
         if session.stream is not None:
@@ -159,8 +166,8 @@ def exchange_gradients(
 
 
 def _raise_known(ddp: DistributedDataParallel, *_: Any) -> None:
-    """Raise the error that has ended training. Afterwards DDP's own one would not name the cause."""
-    if not torch.compiler.is_compiling():
+    """Raise the error that has ended training, before a backward pass. There, DDP's error does not name it."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         for state in hook_states(ddp):
             if isinstance(state, GradientExchanger):
                 state.session.raise_known_failure()

@@ -280,9 +280,8 @@ class GradientExchanger(Exchanger):
         if not (residuals := self.reducer.state_dict()["elements"].get("residual")):
             return {}
         self.session.launching()  # raises an error of the thread
-        self.reducer.agree("mean of residuals", self.session.device, in_sync=True)
         flat = torch.cat([x.view(-1) for x in residuals.values()]).to(self.session.device)
-        mean = self.comm.all_reduce(flat).div_(self.comm.size)
+        mean = self.session.outside().all_reduce(flat).div_(self.comm.size)
         self.session.launched()
         parts = mean.split([x.numel() for x in residuals.values()])
         return {name: part.view(x.shape) for (name, x), part in zip(residuals.items(), parts, strict=True)}

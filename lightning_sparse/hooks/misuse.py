@@ -384,13 +384,26 @@ def detach(ids: Collection[int], model: nn.Module | None = None) -> None:
             hook.remove()
         if found := _attached.pop(each).detach():
             _, _, (exchange, optimizers, _), _ = found
-            _abandon(exchange, optimizers, "the model was attached anew, with other optimizers", _refuses(each))
+            is_left = model is None and not exchange.session.is_closed  # with a model, all its optimizers are refused
+            refuses = _refuses(model or each, exchange.updates.ids.difference(ids) if is_left else ())
+            _abandon(exchange, optimizers, "the model or a part of it was attached anew, without it", refuses)
 
 
-def _refuses(model: nn.Module) -> Callable[[], bool]:
-    """Return a function that says whether updates of a model are exchanged; it keeps no reference to the model."""
+def _refuses(model: nn.Module, left: Collection[int]) -> Callable[[Optimizer], bool]:
+    """Return a function that says whether an optimizer of an earlier exchange may step no more.
+
+    Args:
+        model: updates of this model may be exchanged. The function keeps no reference to it.
+        left: ids of parameters that are exchanged no more.
+    """
     reference = weakref.ref(model)
-    return lambda: (present := reference()) is not None and attached(present) is not None
+
+    def refuses(optimizer: Optimizer) -> bool:
+        if (present := reference()) is not None and attached(present) is not None:
+            return True
+        return any(id(param) in left and param.requires_grad for param in parameters_of([optimizer]))
+
+    return refuses
 
 
 GONE = (
@@ -400,13 +413,16 @@ GONE = (
 
 
 def _abandon(
-    exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: str, refuses: Callable[[], bool] = lambda: True
+    exchange: UpdateExchanger,
+    optimizers: Sequence[Optimizer],
+    why: str,
+    refuses: Callable[[Optimizer], bool] = lambda _: True,
 ) -> None:
     exchange.warn_of_pending()
     exchange.close()
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if refuses():
+        if refuses(optimizer):
             raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
 
     for optimizer in optimizers:

@@ -80,10 +80,11 @@ class Phase(enum.Enum):
 
 @dataclass
 class _Steps:
-    """The steps of one optimizer: the number of all of them, and of those since its last exchange."""
+    """The steps of one optimizer: the number of all of them, and of those since its last exchange; whether one runs."""
 
     taken: int = 0
     waiting: int = 0
+    has_begun: bool = False
     averaged: bool = False  # whether the ranks of a node have averaged the gradients of the next step
     scaler: Any = None  # the gradient scaler that steps it
 
@@ -305,7 +306,7 @@ class UpdateExchanger(Exchanger):
         if any(map(is_sharded, self.updates.parameters.values())) and (model := self._unattached.model) is not None:
             reshard(model)  # after a forward pass without backward, the root would keep its whole weights
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
-        waiting = self._steps[optimizer].waiting
+        self._steps[optimizer].has_begun, waiting = True, self._steps[optimizer].waiting
         if waiting == 0:
             self.updates.begin(optimizer, unless)
         elif not self.updates.is_pending:  # an exchange cannot complete between local steps
@@ -315,7 +316,8 @@ class UpdateExchanger(Exchanger):
 
     def _warn_of_interrupted(self, optimizer: Optimizer) -> None:
         """Warn if an error has ended an earlier step that had changed weights on this rank."""
-        if self.phase is not Phase.STEPPING or self.is_pending:  # a pending exchange includes that change
+        steps = self._steps[optimizer]
+        if not steps.has_begun or steps.waiting or self.updates.is_pending:  # a later exchange includes that change
             return
         changed = self.updates.changed(optimizer)
         if changed is not None and bool(changed):
@@ -380,6 +382,7 @@ class UpdateExchanger(Exchanger):
     def _after_step(self, optimizer: Optimizer, stepped: bool) -> None:
         steps = self._steps[optimizer]
         steps.taken, steps.waiting = steps.taken + 1, (steps.waiting + 1) % self._rule.local_steps
+        steps.has_begun = False
         self._unshared = self._rule.local_steps > 1 or self._rule.delayed
         if steps.waiting == 0:
             self._exchange(optimizer, stepped)

@@ -195,7 +195,8 @@ def exchange_updates(
         model, optimizers: see `attach_updates`.
         method, options, **settings: see `UpdateExchanger`.
     """
-    for each in replaced({*map(id, parameters_of(optimizers))}, model):
+    trained = {id(param) for param in parameters_of(optimizers) if param.requires_grad}
+    for each in replaced(trained, model):
         if (earlier := attached(each)) is not None:
             earlier.end_if_soon()  # before weights are broadcast from rank 0
     exchanger = UpdateExchanger(model, optimizers, method, options, **settings)

@@ -428,12 +428,12 @@ class AutoDDP(AutoStrategy):
 
     _kind, _stock = "ddp", STOCK
     _group = None
-    _waiting: dict[torch.Tensor, torch.Tensor]
+    _residuals: dict[torch.Tensor, torch.Tensor]
     """By parameter, the mean of residuals that its next step adds to the gradient."""
 
     def _begin(self) -> None:
         super()._begin()
-        self._waiting = {}
+        self._residuals = {}
 
     def _start_exchange(self, trainer: Any) -> None:
         super()._start_exchange(trainer)
@@ -442,7 +442,7 @@ class AutoDDP(AutoStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._waiting = {}
+        self._residuals = {}
 
     def _candidates(self, base: StrategyOptions, trainer: Any, ranks: int) -> Mapping[str, StrategyOptions | None]:
         found: dict[str, StrategyOptions | None] = {}
@@ -502,22 +502,25 @@ class AutoDDP(AutoStrategy):
         if isinstance(training, GradientTraining):
             params = self._auto.parameters.by_name
             for name, mean in training.exchanger.mean_residuals().items():
-                self._waiting[params[name]] = mean + self._waiting.get(params[name], 0.0)
+                self._residuals[params[name]] = mean + self._residuals.get(params[name], 0.0)
         return super()._leave(training, options)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._waiting or is_inner_step(optimizer):
+        if not self._residuals or is_inner_step(optimizer):
             return None
-        return with_gradients(args, kwargs, partial(self._add_waiting, optimizer))
+        return with_gradients(args, kwargs, partial(self._add_residuals, optimizer))
 
     @torch.no_grad()
-    def _add_waiting(self, optimizer: Optimizer) -> None:
+    def _add_residuals(self, optimizer: Optimizer) -> None:
         """Add the residuals that wait to the gradients of a step."""
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer that unscales gradients itself
+        # Of a gradient scaler, for a fused optimizer that unscales gradients and skips steps itself:
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if found_inf is not None and bool(found_inf):
+            return
         for param in parameters_of([optimizer]):
-            if param.grad is not None and param in self._waiting:
-                residual = self._waiting.pop(param)
+            if param.grad is not None and param in self._residuals:
+                residual = self._residuals.pop(param)
                 param.grad += (residual if scale is None else residual * scale).to(param.grad)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

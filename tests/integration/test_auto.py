@@ -1020,6 +1020,8 @@ def test_layers_that_each_batch_freezes_are_trained_alike_after_a_switch(kind, p
 class Busy(pl.LightningModule):
     """The gradients of its loss are the batch, whatever the weights. A step also does something else with gradients."""
 
+    kind: Any = torch.optim.SGD
+
     def __init__(self, also: str) -> None:
         super().__init__()
         self.w, self.v = (nn.Parameter(torch.zeros(100, 64)) for _ in range(2))
@@ -1038,10 +1040,14 @@ class Busy(pl.LightningModule):
             self.zero_grad()
         elif self.also == "autograd.grad":  # as for a norm
             self.is_odd |= not torch.equal(torch.autograd.grad(loss, self.w, retain_graph=True)[0], batch)
+        elif self.also == "leaves out v" and index == 6:  # the first step after the switch
+            loss = (self.w * batch).sum()
+        if index == 10:
+            self.waits = len(self.trainer.strategy._residuals)
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 1.0)
+        return self.kind(self.parameters(), 1.0)
 
 
 def busy(rank: int, also: str, plan: list[str]) -> Any:
@@ -1065,6 +1071,33 @@ def test_residuals_of_gradients_reach_the_next_step_whatever_else_it_computes(al
     torch.testing.assert_close(w, -(total + more) / 2, rtol=0, atol=2 * 20 * 16 * 2**-24)
 
 
+def left_out(rank: int, plan: list[str]) -> tuple[int, ...]:
+    net, found = Busy("leaves out v"), []
+    net.kind = torch.optim.AdamW
+    for options in ({}, {"overlap": "none"}):
+        trainer(auto(plan, find_unused_parameters=True, **options), 2).fit(net, Batches([torch.randn(100, 64)] * 12))
+        found.append(net.waits)
+    return (*found,)
+
+
+@full
+def test_a_parameter_without_a_gradient_in_that_step_gets_its_residual_in_the_next_one():
+    """Within backward, updates would be exchanged before the residual is added. So this step has no overlap."""
+    assert lightning_ranks(2, left_out, ["int4", "topk"]) == [(0, 0)] * 2
+
+
+@full
+def test_a_step_that_a_fused_optimizer_skips_leaves_residuals_waiting():
+    strategy, param = AutoDDPStrategy(), nn.Parameter(torch.zeros(3))
+    optimizer, param.grad = torch.optim.SGD([param], 1.0, fused=True), torch.ones(3)
+    strategy._residuals = {param: torch.tensor([1.0, 2.0, 3.0])}
+    for found_inf, expected in ((1.0, [1.0, 1.0, 1.0]), (0.0, [3.0, 5.0, 7.0])):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(found_inf)  # of a scaler
+        strategy._add_residuals(optimizer)
+        assert param.grad.tolist() == expected
+    assert not strategy._residuals
+
+
 @full
 def test_no_residual_of_gradients_outlives_the_fit():
     for *_, grad in lightning_ranks(2, busy, "freezes", ["int4", "ddp"]):
@@ -1079,9 +1112,9 @@ def test_layers_that_each_batch_freezes_need_an_option():
         assert "'auto_ddp_find_unused_parameters_true'" in text
 
 
-def unfrozen_alone(rank: int) -> str:
-    strategy = auto(["ddp", "ddp"], timeout=timedelta(seconds=5))
-    net, callback = Frozen(torch.optim.AdamW, lr=0.01), Changes(unfreeze_on_rank_1)
+def unfrozen_alone(rank: int, name: str, kind: Any, **options: Any) -> str:
+    strategy = auto([name, name], timeout=timedelta(seconds=5), **options)
+    net, callback = Frozen(kind, lr=0.01), Changes(unfreeze_on_rank_1)
     try:
         fit(net, strategy, rank, callbacks=[callback])
     except RuntimeError as error:
@@ -1091,8 +1124,17 @@ def unfrozen_alone(rank: int) -> str:
 
 @later
 def test_a_layer_that_one_rank_alone_unfreezes_is_named():
-    _, text = lightning_ranks(2, unfrozen_alone, timeout=5)
+    _, text = lightning_ranks(2, unfrozen_alone, "ddp", torch.optim.AdamW, timeout=5)
     assert "'embedding.weight' was unfrozen on rank 1, and then: " in text
+
+
+@full
+def test_a_layer_that_one_rank_alone_unfreezes_is_named_before_residuals_are_averaged():
+    text, other = lightning_ranks(
+        2, partial(unfrozen_alone, broadcast_buffers=False), "int4", torch.optim.SGD, timeout=5
+    )
+    assert "Rank 1 pauses after" in text
+    assert "'embedding.weight' was unfrozen on rank 1, and then: " in other
 
 
 @full

@@ -390,7 +390,7 @@ def test_a_model_is_set_up_again():
     assert torch.equal(weights, other)
     assert exchanged == "update"
     assert error[0] == "RuntimeError"
-    assert "the model was attached anew" in error[1]
+    assert "the model or a part of it was attached anew" in error[1]
 
 
 @full

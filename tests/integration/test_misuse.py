@@ -142,7 +142,7 @@ def replaced_parameters(net: nn.Module) -> Any:
         (second_optimizer_in_the_list, "RuntimeError", "A SGD that attach_updates did not get has stepped '2.weight'"),
         (late_backbone, "RuntimeError", "A AdamW that attach_updates did not get has stepped '0.weight' of the Seq"),
         (shared_memory, "ValueError", "'0.weight' and '1.weight' are two parameters that share memory"),
-        (earlier_optimizer, "RuntimeError", "AdamW steps, but the model was attached anew, with other optimizers"),
+        (earlier_optimizer, "RuntimeError", "AdamW steps, but the model or a part of it was attached anew, without it"),
         (within_ddp, "RuntimeError", "DistributedDataParallel is around the Sequential that attach_updates got"),
         (without_values, "ValueError", "'3.weight' of the Sequential is on 'meta', so ranks cannot agree on its"),
         (part_within_ddp, "TypeError", "'0' of the Sequential is a DistributedDataParallel: its gradients would be"),
@@ -340,11 +340,12 @@ def attached_anew(_: int, how: str) -> Tensor:
     return flat(net)
 
 
-def to_gradients(_: int) -> list[bool]:
+def to_gradients(_: int, of_larger: bool) -> list[bool]:
     """Train by updates, then by gradients; return when the momentum is equal on all ranks, and whether weights are."""
     net, found = network(), []
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    reducer = attach_updates(net, optimizer, density=0.1)
+    larger = nn.Sequential(net) if of_larger else net
+    reducer = attach_updates(larger, optimizer, density=0.1)
     trained = net
     for step in range(6):
         if step == 3:
@@ -365,9 +366,10 @@ def equal_on_ranks(own: Tensor) -> bool:
     return all(torch.equal(own, other) for other in found)
 
 
-def test_an_optimizer_of_updates_may_go_on_with_gradients():
+@pytest.mark.parametrize("of_larger", [False, *in_full(True)])
+def test_an_optimizer_of_updates_may_go_on_with_gradients(of_larger):
     """Its states, which differ among ranks, become their means. Otherwise equal gradients would make other steps."""
-    assert run_ranks(2, to_gradients) == [[False, True, True]] * 2
+    assert run_ranks(2, to_gradients, of_larger) == [[False, True, True]] * 2
 
 
 def in_stages(_: int, first: str, second: str) -> tuple[int, int, bool]:
@@ -389,6 +391,30 @@ def in_stages(_: int, first: str, second: str) -> tuple[int, int, bool]:
 )
 def test_a_module_that_shares_parameters_with_an_earlier_one_may_be_attached(first, second):
     assert run_ranks(2, in_stages, first, second) == [(2, 2, True)] * 2
+
+
+def a_part_anew(_: int, how: str) -> Any:
+    """Attach a part of a model anew; step the optimizer of the rest, whose parameters are not exchanged now."""
+    net = network()
+    rest, part = (torch.optim.SGD(net[i].parameters(), 0.1) for i in (0, 2))
+    attach_updates(net, [rest, part], density=0.1)
+    for step in range(2):
+        gradients(net, step)
+        rest.step()
+        part.step()
+    if how == "update":
+        attach_updates(net[2], torch.optim.SGD(net[2].parameters(), 0.1), density=0.1)
+    else:
+        attach(DistributedDataParallel(net[2]), density=0.1)
+        part.step()  # its parameters are those of DDP
+    return caught(rest.step)
+
+
+@pytest.mark.parametrize("how", ["update", *in_full("gradient")])
+def test_the_rest_of_a_model_does_not_train_on_without_an_exchange(how):
+    for kind, text, _ in run_ranks(2, a_part_anew, how):
+        assert kind == "RuntimeError"
+        assert "SGD steps, but the model or a part of it was attached anew, without it" in text
 
 
 class Fails(torch.optim.SGD):
@@ -437,6 +463,29 @@ def test_a_pending_exchange_includes_the_change_of_a_step_that_failed():
     assert run_ranks(2, half_a_step, "next_step") == [([], True)] * 2
 
 
+def one_of_two_fails(_: int) -> list[str]:
+    """One optimizer fails before it changes weights; the other one takes its steps."""
+    net, said = network(), list[str]()
+    first, second = (Fails(net[i].parameters(), 0.1) for i in (0, 2))
+    attach_updates(net, [first, second], density=0.1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(update_exchange.log, "warning", said.append)
+        for step in range(3):
+            gradients(net, step)
+            if step == 1:
+                hook = first.register_step_pre_hook(lambda *_: exec("raise MemoryError"))
+                with hook, pytest.raises(MemoryError):
+                    first.step()
+            second.step()
+            first.step()
+    return said
+
+
+@full
+def test_a_step_that_failed_before_it_changed_weights_is_not_told():
+    assert run_ranks(2, one_of_two_fails) == [[]] * 2
+
+
 def goes_on_after_nan(rank: int) -> list[str]:
     ddp = DistributedDataParallel(network())
     attach(ddp, density=0.1)
@@ -444,7 +493,10 @@ def goes_on_after_nan(rank: int) -> list[str]:
     def backward(step: int) -> None:
         (ddp(torch.ones(4, 8)).sum() * (float("nan") if step == rank == 1 else 1.0)).backward()
 
-    return [caught(partial(backward, step))[1] for step in range(3)]
+    found = [caught(partial(backward, step))[1] for step in range(3)]
+    with torch.no_grad():
+        ddp(torch.ones(4, 8))  # an evaluation works
+    return found
 
 
 def test_after_a_gradient_that_is_not_finite_each_forward_pass_names_it_again():

@@ -458,6 +458,26 @@ def test_a_stage_of_a_pipeline_gets_its_own_state(tmp_path, before, now):
             assert moment == pytest.approx(0.1 * 10**number)
 
 
+def unsharded(rank: int, path: Path, loads: bool) -> float:
+    if not loads:
+        training = Training.of(2, 2)
+        training.run(2, 0)
+        training.save(path)
+        return 0.0
+    model = net()
+    parts = [list(layer.parameters()) for layer in (model[:2], model[2:])]
+    optimizers: list[Any] = [torch.optim.AdamW(parts[0], 0.01), torch.optim.SGD(parts[1], 0.1, momentum=0.9)]
+    attach_updates(model, optimizers, **OPTIONS)
+    load_replica(str(path), model, optimizers)
+    return float(optimizers[0].state[parts[0][0]]["exp_avg_sq"].sum())
+
+
+@later
+def test_a_save_of_shards_is_loaded_into_whole_models(tmp_path):
+    run_ranks(4, unsharded, tmp_path / "0", False)
+    assert min(run_ranks(2, unsharded, tmp_path / "0", True)) > 0
+
+
 def other_number_of_stages(rank: int, path: Path) -> tuple[str, str, float]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
