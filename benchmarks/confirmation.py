@@ -5,6 +5,7 @@ module keeps all of its settings and changes one thing at a time:
 
 - clipped: AdamW with β₂ = 0.95, and gradients clipped to a norm of 1, as is usual for language models. Under the
   default each rank clips its own gradient, and under `ddp` the mean.
+- clipped, denser: the same at density 0.0075, to be compared with `ddp` of "clipped".
 - other text: the C++ headers of PyTorch, and seeds that were not used before.
 
     python -m benchmarks.confirmation  # do the trainings of `TRIED` that `confirmation.csv` lacks
@@ -25,6 +26,7 @@ from benchmarks.harness.launch import check_weights, gather, run_ranks, write
 from benchmarks.harness.results import Row
 from benchmarks.harness.training import Trainee, text
 from benchmarks.language import BATCH_SIZE, DEFAULT, LENGTH, VAL_SEQUENCES
+from benchmarks.language import THINNER as AT_DENSITY
 from examples.data.text import TextFolder
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm
@@ -40,9 +42,14 @@ class Case(NamedTuple):
     beta2: float = 0.999
     clip_norm: float = 0.0
     other_text: bool = False
+    density: float = 0.0  # 0 is the default
 
 
-CASES = {"clipped": Case(beta2=0.95, clip_norm=1.0), "other text": Case(other_text=True)}
+CASES = {
+    "clipped": Case(beta2=0.95, clip_norm=1.0),
+    "clipped, denser": Case(beta2=0.95, clip_norm=1.0, density=0.0075),
+    "other text": Case(other_text=True),
+}
 
 
 class Run(NamedTuple):
@@ -65,6 +72,7 @@ TRIED = [
     )
     for seed, lr, name in itertools.product(seeds, rates, ["ddp", DEFAULT])
 ]
+TRIED += [Run("clipped, denser", workers, DEFAULT, 0.004, seed) for workers, seed in ((4, 0), (4, 1), (8, 0))]
 
 
 def work(job: Row) -> None:
@@ -75,7 +83,8 @@ def work(job: Row) -> None:
     torch.manual_seed(run.seed)
     model = GPT(LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), run.lr, (0.9, case.beta2))
-    wrapped = CONTESTANTS[run.method].wrap(model, Options(), optimizer)
+    name = AT_DENSITY if case.density else run.method
+    wrapped = CONTESTANTS[name].wrap(model, Options(case.density), optimizer)
 
     def clip(*_: Any) -> None:
         clip_grad_norm_(model.parameters(), case.clip_norm)
