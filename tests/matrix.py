@@ -30,7 +30,7 @@ ROWS = {
     "2.11": ("3.12", ["torch==2.11.*"]),
     "2.13": ("3.11", ["torch==2.13.*"]),
     "2.14": ("3.13", ["torch==2.14.*"]),
-    "newest": ("3.13", []),
+    "newest": ("3.15", []),
 }
 TESTS = (
     ["tests", "-m", "not full and not exhaustive", "-n", "2", "--dist", "loadgroup"],
