@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sparse.compressors.base import Entries, Update
 from lightning_sparse.kernels.write_back import write_dense_, write_entries_
@@ -76,7 +77,8 @@ def check_distinct(grads: Mapping[str, Tensor]) -> None:
     names: dict[Any, str] = {}
     for name, grad in grads.items():
         check_tensor(name, grad)
-        first = names.setdefault((grad.data_ptr(), grad.shape, grad.stride()), name)
+        place = StorageWeakRef(grad.untyped_storage()).cdata, grad.storage_offset(), grad.shape, grad.stride()
+        first = names.setdefault(place, name)
         if first != name and grad.numel():
             raise ValueError(
                 f"{first!r} and {name!r} are the same gradient, so it would count twice. Give the gradient of a tied "

@@ -85,7 +85,7 @@ def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, *finis
 
     state = together(lambda: replica_state(model, exchange), ValueError)
     tag = gather(secrets.token_hex(8))[0]
-    entry = entry_of(tag, exchange)
+    entry = entry_of(tag, state["weights"], exchange)
     try:
         together(lambda: sidecars.write(path, tag, state), OSError)
         for step in finish:
@@ -114,20 +114,20 @@ def load_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     together(lambda: _check_idle(optimizers), ValueError)
     exchange = _begin(model, optimizers)
     path = sidecars.absolute(path)
-    parts = gather(exchange.comm.ranks[0])
+    parts = parts_of(0 if is_any_sharded(model) else _checksum_of_weights(model, exchange), exchange)
     state = together(lambda: read_replica(path, _read_entry(path), model, exchange, parts), ValueError)
     load_state(state, model, exchange)
 
 
-def entry_of(tag: str, exchange: UpdateExchanger) -> State:
+def entry_of(tag: str, weights: int, exchange: UpdateExchanger) -> State:
     """Return the entry of a checkpoint about its files, equal on all ranks. All ranks call it.
 
     Args:
         tag: tag of the save.
+        weights: the checksum of this rank's weights.
         exchange: the exchange of the model's updates.
     """
-    reducer, is_whole = exchange.reducer, not any(map(is_sharded, exchange.updates.parameters.values()))
-    parts = gather(exchange.comm.ranks[0] if is_whole else None)
+    reducer, parts = exchange.reducer, parts_of(weights, exchange)
     return {
         "version": sidecars.VERSION,
         "tag": tag,
@@ -135,8 +135,19 @@ def entry_of(tag: str, exchange: UpdateExchanger) -> State:
         "step": reducer.step,
         "skipped": reducer.skipped,
         "replicas": gather(exchange.comm.rank),
-        **({} if None in parts else {"parts": parts}),
+        **({"parts": parts} if parts else {}),
     }
+
+
+def parts_of(weights: int, exchange: UpdateExchanger) -> list[int]:
+    """Return, for each rank, the first rank with the same part of a model without shards; [] for a model with shards.
+
+    Args:
+        weights: the checksum of this rank's weights.
+    """
+    is_sharded_here = any(map(is_sharded, exchange.updates.parameters.values()))
+    found = gather(None if is_sharded_here else weights)
+    return [] if None in found else [*map(found.index, found)]
 
 
 def replica_state(model: nn.Module, exchange: UpdateExchanger) -> State:
@@ -176,8 +187,7 @@ def read_replica(
 
     Args:
         path, entry, model, exchange: see `write_replica` and `entry_of`.
-        parts: for each rank, the first rank that exchanges with it. It tells apart the parts of a model without
-            shards, such as the stages of a pipeline. Empty if ranks hold the whole model or shards of it.
+        parts: see `parts_of`. They tell apart the stages of a pipeline.
 
     Raises:
         ValueError: files are missing, damaged, or of another save, model or kind of optimizer.
@@ -198,7 +208,7 @@ def read_replica(
     comm, places, shapes = exchange.comm, _places(model), _shapes(model)
     rank, alike = dist.get_rank(), [*range(old)]
     if parts and "parts" in entry and not is_any_sharded(model):
-        alike = _ranks_of_part(entry["parts"], parts, comm.ranks[0])
+        alike = _ranks_of_part(entry["parts"], parts, parts[rank])
 
     def load(rank: int) -> State:
         state = sidecars.load(*files[rank], tag, rank, old)
@@ -238,8 +248,8 @@ def _ranks_of_part(before: Sequence[int], now: Sequence[int], first: int) -> lis
     """Return the ranks of a save that had this rank's part of a model without shards.
 
     Args:
-        before, now: for each rank, the first rank that exchanged with it at the save, and that exchanges with it now.
-        first: this rank's one.
+        before, now: `parts_of` at the save, and now.
+        first: this rank's part now.
     """
     saved, present = sorted({*before}), sorted({*now})
     if len(saved) != len(present):

@@ -5,6 +5,7 @@ attach(ddp, "gaussiank", density=0.001)
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and refuses strings.
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,6 @@ from lightning_sparse.hooks.gradient_exchange import GradientExchanger
 from lightning_sparse.hooks.misuse import attached, detach, keep_checked, replaced
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.session import Session, report_errors_to_peers
-from lightning_sparse.hooks.update_exchange import UpdateExchanger
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, ReducerOptions
@@ -125,10 +125,9 @@ def exchange_gradients(
         check_no_hook(ddp)
         return trainable_parameters(ddp)
 
-    def replaces() -> list[UpdateExchanger]:
-        found = (attached(each) for each in replaced({*map(id, parameters().values())}))
-        return [each for each in found if each is not None and not each.session.is_closed]
-
+    gc.collect()  # a model that is gone on some ranks only would be an earlier one on the others
+    earlier = {each: attached(each) for each in earlier_models(ddp)}
+    exchanges = [each for each in earlier.values() if each is not None and not each.session.is_closed]
     session = Session(
         parameters,
         method,
@@ -138,7 +137,7 @@ def exchange_gradients(
         timeout=timeout,
         settings=lambda: {
             "parameters and buffers": described(states),
-            "exchanges of updates to replace": [str(earlier.reducer.method) for earlier in replaces()],
+            "exchanges of updates to replace": [str(each.reducer.method) for each in exchanges],
         },
     )
     params = parameters()
@@ -147,8 +146,9 @@ def exchange_gradients(
     exchanger = GradientExchanger(session, ddp, params, rates, optimizers)
     try:
         broadcast_differing(session.comm, list(states.values()), ddp.device)
-        for earlier in replaces():
-            earlier.equalize(session.comm)  # ranks that average gradients need equal states
+        with session.comm.uncounted():
+            for each in exchanges:
+                each.equalize(session.comm)  # ranks that average gradients need equal states
         session.open_connections()  # connecting within backward may wait for the device, which waits for this rank
         rates.compare()
         if session.stream is not None:
@@ -158,11 +158,18 @@ def exchange_gradients(
         exchanger.session.fail(error)
         exchanger.close()
         raise
-    detach({*map(id, params.values())})
+    detach(earlier, {*map(id, params.values())}, by_updates=False)
     keep_checked(exchanger)
     ddp.register_forward_pre_hook(_raise_known)
     weakref.finalize(ddp, exchanger.close)  # when the model is collected, or the interpreter exits
     return exchanger
+
+
+def earlier_models(ddp: DistributedDataParallel) -> list[torch.nn.Module]:
+    """Return the models of `attach_updates` that a DDP model replaces: they share trained parameters with it."""
+    ids = {*map(id, reduced_parameters(ddp).values())}
+    parts = [each for each in ddp.module.modules() if not ids.isdisjoint(map(id, each.parameters()))]
+    return [*dict.fromkeys([*replaced(ids), *(each for each in parts if attached(each) is not None)])]
 
 
 def _raise_known(ddp: DistributedDataParallel, *_: Any) -> None:

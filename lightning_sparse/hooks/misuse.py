@@ -329,6 +329,8 @@ _checked: weakref.WeakSet[GradientExchanger] = weakref.WeakSet()
 _refusing: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 _explaining: weakref.WeakKeyDictionary[nn.Module, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 _refusals: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_left: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+"""The ids of parameters that the optimizer of an ended exchange must not step."""
 
 
 def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Sequence[Optimizer]) -> None:
@@ -337,8 +339,9 @@ def keep_attached(model: nn.Module, exchange: UpdateExchanger, optimizers: Seque
     The exchange is closed when the model is deleted, or when it or a part of it is attached again. Further steps of its
     optimizers then raise an error.
     """
-    detach(exchange.updates.ids, model)
+    detach(replaced(exchange.updates.ids, model), exchange.updates.ids, by_updates=True)
     for optimizer in optimizers:
+        _left.pop(optimizer, None)
         if refusal := _refusals.pop(optimizer, None):
             refusal.remove()
     _attached[model] = weakref.finalize(model, _abandon, exchange, optimizers, GONE)
@@ -366,44 +369,32 @@ def replaced(ids: Collection[int], model: nn.Module | None = None) -> list[nn.Mo
     ]
 
 
-def detach(ids: Collection[int], model: nn.Module | None = None) -> None:
-    """End the earlier exchanges of these parameters or of a model, because another one replaces them.
+def detach(models: Collection[nn.Module], ids: set[int], *, by_updates: bool) -> None:
+    """End earlier exchanges, because another one replaces them.
 
-    Optimizers of an earlier exchange may step only while no updates are exchanged.
+    Optimizers of an ended exchange may step again when ranks exchange the gradients of all their parameters.
 
     Args:
-        ids: the ids of the parameters.
-        model: the model of `attach_updates`, if updates are exchanged from now on.
+        models: the models of `attach_updates` whose exchange ends.
+        ids: the ids of the parameters that are exchanged from now on.
+        by_updates: whether their updates are exchanged; False: their gradients.
     """
     for exchanger in [*_checked]:
         if not {*map(id, exchanger.params.values())}.isdisjoint(ids):
             _checked.discard(exchanger)
             exchanger.stop_checks()
-    for each in replaced(ids, model):
+    for each in models:
         for hook in _explaining.pop(each, ()):
             hook.remove()
         if found := _attached.pop(each).detach():
             _, _, (exchange, optimizers, _), _ = found
-            is_left = model is None and not exchange.session.is_closed  # with a model, all its optimizers are refused
-            refuses = _refuses(model or each, exchange.updates.ids.difference(ids) if is_left else ())
-            _abandon(exchange, optimizers, "the model or a part of it was attached anew, without it", refuses)
-
-
-def _refuses(model: nn.Module, left: Collection[int]) -> Callable[[Optimizer], bool]:
-    """Return a function that says whether an optimizer of an earlier exchange may step no more.
-
-    Args:
-        model: updates of this model may be exchanged. The function keeps no reference to it.
-        left: ids of parameters that are exchanged no more.
-    """
-    reference = weakref.ref(model)
-
-    def refuses(optimizer: Optimizer) -> bool:
-        if (present := reference()) is not None and attached(present) is not None:
-            return True
-        return any(id(param) in left and param.requires_grad for param in parameters_of([optimizer]))
-
-    return refuses
+            # An exchange that its owner has closed may be followed by any other one.
+            ended = set() if exchange.session.is_closed else exchange.updates.ids
+            _abandon(exchange, optimizers, "the model or a part of it was attached anew, without it", ended)
+    for optimizer, left in _left.items():
+        left.difference_update(ids)
+        if by_updates:
+            left.update(ids.intersection(map(id, parameters_of([optimizer]))))
 
 
 GONE = (
@@ -413,17 +404,24 @@ GONE = (
 
 
 def _abandon(
-    exchange: UpdateExchanger,
-    optimizers: Sequence[Optimizer],
-    why: str,
-    refuses: Callable[[Optimizer], bool] = lambda _: True,
+    exchange: UpdateExchanger, optimizers: Sequence[Optimizer], why: str, ids: Collection[int] | None = None
 ) -> None:
+    """Close an exchange, and let its optimizers refuse to step parameters that no rank exchanges then.
+
+    Args:
+        ids: the ids of the parameters whose exchange ends; None is all.
+    """
     exchange.warn_of_pending()
     exchange.close()
+    ids = exchange.updates.ids if ids is None else ids
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if refuses(optimizer):
+        left = _left.get(optimizer, ())
+        if any(id(param) in left and param.requires_grad for param in parameters_of([optimizer])):
             raise RuntimeError(f"{type(optimizer).__name__} steps, but {why}.")
 
+    for optimizer, left in _left.items():  # of earlier exchanges
+        left.update({*ids}.intersection(map(id, parameters_of([optimizer]))))
     for optimizer in optimizers:
+        _left[optimizer] = {*ids}
         _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)

@@ -500,9 +500,10 @@ class AutoDDP(AutoStrategy):
 
     def _leave(self, training: Any, options: StrategyOptions | None) -> Callable[[], None]:
         if isinstance(training, GradientTraining):
-            params = self._auto.parameters.by_name
+            params, stepped = self._auto.parameters.by_name, {*parameters_of(self.optimizers)}
             for name, mean in training.exchanger.mean_residuals().items():
-                self._residuals[params[name]] = mean + self._residuals.get(params[name], 0.0)
+                if (param := params[name]) in stepped:
+                    self._residuals[param] = mean + self._residuals.get(param, 0.0)
         return super()._leave(training, options)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -37,7 +37,6 @@ def overlap_blocker(strategy: SparseStrategy, method: Method) -> str:
         (trainer.gradient_clip_val, "gradient_clip_val needs all gradients"),
         (options.clip_norm is not None, "clip_norm needs all gradients"),
         (options.on_nonfinite == "skip", "on_nonfinite='skip' needs all gradients"),
-        (any(param.requires_grad for param in getattr(strategy, "_residuals", ())), "residuals of gradients wait"),
         (strategy.root_device.type == "cuda" and has_collectives(module), "backward has collectives of its own"),
     ]
     blockers += [(True, f"{name} comes first") for name in gradient_hooks(strategy, OF_MODULES)]

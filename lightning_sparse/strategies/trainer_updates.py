@@ -43,8 +43,10 @@ class TrainerUpdates(UpdateTraining):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         closure = partial(self._evaluate, optimizer, closure)
-        # Checked again: a callback may have been added, or gradient_clip_val set, since training began.
-        if not self._overlap_blocker and not overlap_blocker(self._strategy, self.exchanger.reducer.method):
+        # Checked again: a callback may have been added, or gradient_clip_val set, since training began. Residuals of
+        # gradients are added to whole gradients, after a switch of auto_ddp.
+        waits = any(param.requires_grad for param in getattr(self._strategy, "_residuals", ()))
+        if not (self._overlap_blocker or waits or overlap_blocker(self._strategy, self.exchanger.reducer.method)):
             closure = self.exchanger.overlapped(optimizer, closure)
         return super().step(optimizer, closure, step)
 

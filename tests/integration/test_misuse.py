@@ -351,6 +351,7 @@ def to_gradients(_: int, of_larger: bool) -> list[bool]:
         if step == 3:
             trained = DistributedDataParallel(net)
             reducer = attach(trained, "int4")
+            assert reducer.comm.sent_bytes == 0
         if step in (2, 3):
             moments = [optimizer.state[param]["momentum_buffer"].flatten() for param in net.parameters()]
             found.append(equal_on_ranks(torch.cat(moments)))
@@ -402,19 +403,54 @@ def a_part_anew(_: int, how: str) -> Any:
         gradients(net, step)
         rest.step()
         part.step()
-    if how == "update":
-        attach_updates(net[2], torch.optim.SGD(net[2].parameters(), 0.1), density=0.1)
-    else:
-        attach(DistributedDataParallel(net[2]), density=0.1)
+    kept = []
+    for each in how.split(", "):
+        if each == "updates":
+            attach_updates(net[2], torch.optim.SGD(net[2].parameters(), 0.1), density=0.1)
+        elif each == "updates of a probe":
+            attach_updates(nn.Sequential(net[0]), torch.optim.SGD(net[0].parameters(), 0.1), density=0.1)
+        else:
+            kept.append(DistributedDataParallel(net[2] if each == "gradients" else net[0]))
+            attach(kept[-1], density=0.1)
+    if how.startswith("gradients"):
         part.step()  # its parameters are those of DDP
     return caught(rest.step)
 
 
-@pytest.mark.parametrize("how", ["update", *in_full("gradient")])
+@pytest.mark.parametrize("how", ["updates, gradients", *in_full("updates", "gradients", "updates of a probe")])
 def test_the_rest_of_a_model_does_not_train_on_without_an_exchange(how):
+    """The module of "updates of a probe" is gone at once."""
     for kind, text, _ in run_ranks(2, a_part_anew, how):
         assert kind == "RuntimeError"
         assert "SGD steps, but the model or a part of it was attached anew, without it" in text
+
+
+@full
+def test_a_model_may_move_to_gradients_part_by_part():
+    assert [kind for kind, *_ in run_ranks(2, a_part_anew, "gradients, gradients of the rest")] == ["no error"] * 2
+
+
+def fine_tuned(_: int) -> bool:
+    """Exchange updates, then the gradients of a layer that is new."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    attach_updates(net, optimizer, density=0.1)
+    gradients(net, 0)
+    optimizer.step()
+    net.requires_grad_(False)
+    net.append(nn.Linear(4, 4))
+    trained = DistributedDataParallel(net)
+    attach(trained, density=0.5)
+    optimizer = torch.optim.SGD(net[3].parameters(), 0.1)
+    for step in range(2):
+        gradients(trained, step)
+        optimizer.step()
+    return equal_on_ranks(flat(net))
+
+
+@full
+def test_a_new_layer_of_an_attached_model_may_be_trained_by_gradients():
+    assert run_ranks(2, fine_tuned) == [True] * 2
 
 
 class Fails(torch.optim.SGD):
