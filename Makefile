@@ -10,7 +10,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: test test-all test-exhaustive demo docs reliability gpu matrix clients format clean
 
-# Quick tests often wait for ranks, so `make test` has four processes on two cores: 4:26 minutes in a fresh environment.
+# Quick tests often wait for ranks, so `make test` has four processes on two cores: 3:36 minutes in a fresh environment.
 PROCESSES = 3
 PYTEST = $(BIN)/pytest -q -n $(PROCESSES) --dist loadgroup
 
