@@ -361,18 +361,17 @@ def keep_checked(exchanger: GradientExchanger) -> None:
 
 def replaced(ids: Collection[int], model: nn.Module | None = None) -> list[nn.Module]:
     """Return the models of `attach_updates` that exchange parameters with these ids, and `model` if it is one."""
-    found = {each: attached(each) for each in [*_attached]}
-    return [
-        each
-        for each, exchange in found.items()
-        if each is model or (exchange is not None and not exchange.updates.ids.isdisjoint(ids))
-    ]
+
+    def shares(exchange: UpdateExchanger | None) -> bool:
+        return exchange is not None and not exchange.updates.ids.isdisjoint(ids)
+
+    return [each for each in [*_attached] if each is model or shares(attached(each))]
 
 
 def detach(models: Collection[nn.Module], ids: set[int], *, by_updates: bool) -> None:
     """End earlier exchanges, because another one replaces them.
 
-    Optimizers of an ended exchange may step again when ranks exchange the gradients of all their parameters.
+    The optimizer of an ended exchange may step again if ranks exchange the gradients of all its parameters.
 
     Args:
         models: the models of `attach_updates` whose exchange ends.

@@ -4,7 +4,7 @@ They try only methods that trained as well as dense training in this project's b
 of steps. Ranks decide alike, because each decides by the numbers of the slowest rank. A switch happens between two
 steps:
 
-- Of residuals of gradients, ranks take the mean, and add it to the gradient of the next step.
+- Ranks take the mean of the residuals of gradients, and add it to the gradient of the next step.
 - Residuals of updates stay if updates are exchanged afterwards. Otherwise they are dropped: applied at once, these old
   updates raise the loss (benchmarks.switches). Ranks take the mean of the optimizers' states, which differ among ranks
   while updates are exchanged.

@@ -413,7 +413,7 @@ def a_part_anew(_: int, how: str) -> Any:
             kept.append(DistributedDataParallel(net[2] if each == "gradients" else net[0]))
             attach(kept[-1], density=0.1)
     if how.startswith("gradients"):
-        part.step()  # its parameters are those of DDP
+        part.step()  # DDP exchanges the gradients of its parameters
     return caught(rest.step)
 
 
