@@ -585,8 +585,8 @@ def growth() -> str:
         shares[workers] = 100 * ours / dense
     sixteen, *more = (f"{share:.0f} % with {workers}" for workers, share in shares.items())
     return (
-        f"The share of the default grows with the number of workers: {sixteen}, {' and '.join(more)}. More than eight"
-        " have not\nbeen trained to the end.\n"
+        f"The share of the default grows with the number of workers: {sixteen}, {' and '.join(more)}. Sixteen"
+        " were trained\nfor 300 steps only, and more were not trained.\n"
     )
 
 
