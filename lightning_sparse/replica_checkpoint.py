@@ -40,6 +40,7 @@ from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_any_sharded, is_sharded, load_optimizer, local, parameters_of, reshard
 from lightning_sparse.state import resized, sources
+from lightning_sparse.updates.parameters import not_ignored
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -349,7 +350,7 @@ def _shapes(model: nn.Module) -> dict[str, list[int]]:
 def _checksum_of_weights(model: nn.Module, exchange: UpdateExchanger) -> int:
     """Return a checksum of this rank's shards of the agreed weights, which a checkpoint has."""
     agreed = exchange.agreed_weights()  # a save within a batch leaves the present ones in the model
-    params = parameters_by_name(model).items()
+    params = not_ignored(model, parameters_by_name(model).items()).items()
     return sidecars.checksum({name: local(agreed.get(id(param), param)) for name, param in params})
 
 

@@ -8,18 +8,22 @@ import atexit
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse._compat import version
 from lightning_sparse._lightning import Mixin
 from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import local, reshard
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.rendezvous import Rendezvous
 from lightning_sparse.strategies.shutdown import CoordinatedShutdown
@@ -39,13 +43,14 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         self._training = Training()
         self._reducer: Reducer | None = None  # of the running fit, or of the last one, for a checkpoint afterwards
         self._is_consistent = True  # whether its state belongs to a complete step
+        self._ended: Any = None  # the module of the last fit, and the versions of its weights then
         self._rendezvous = Rendezvous()
         self._shutdown: CoordinatedShutdown | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the present fit, which belongs to this process: a copy starts a new one."""
         state: Any = super().__getstate__()
-        return {**state, "_training": Training(), "_reducer": None, "_shutdown": None}
+        return {**state, "_training": Training(), "_reducer": None, "_ended": None, "_shutdown": None}
 
     @property
     def reducer(self) -> Reducer:
@@ -75,6 +80,36 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             first.on_exception = self._report
             trainer.callbacks.insert(0, first)
         self._began(training, why, trainer.loggers)
+
+    def _end_last(self, trainer: Any) -> Callable[[], None]:
+        """Free the residuals of the last fit; return a function that restores them in the exchange that begins now.
+
+        They stay if this fit goes on with the weights of the last one on all ranks.
+        """
+        reducer, self._reducer = self._reducer, None
+        ended, self._ended = self._ended, None
+        if ended is None or reducer is None:  # equal on all ranks
+            return lambda: None
+        goes_on = self._is_consistent and trainer.ckpt_path is None and ended == self._weights()
+        return partial(self._restore, reducer.state_dict() if goes_on else None)
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        comm = self.reducer.comm
+        with comm.uncounted():
+            flags = comm.all_gather(torch.tensor([state is not None], device=self.root_device))
+        if state is None or not bool(flags.all()):
+            return
+        try:
+            self.reducer.load_state_dict(state)
+        except ValueError as error:  # it trains other parameters
+            if self.global_rank == 0:
+                log.warning(f"Entries that the last fit has not sent are lost. {error}")
+
+    def _weights(self) -> tuple[Any, list[tuple[int, int]]]:
+        """Return the module, and a list that differs if its weights have changed."""
+        module: Any = self.lightning_module
+        reshard(module)
+        return weakref.ref(module), [(id(param), version(local(param))) for param in module.parameters()]
 
     def wait_for_exchange(self) -> bool:
         """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
@@ -229,6 +264,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             self._end_fit(super().teardown)
         finally:
             self._rendezvous.end_fit()
+        if self._reducer is not None and self.lightning_module is not None:
+            self._ended = self._weights()
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
         """End a fit by Lightning's `teardown`."""

@@ -183,6 +183,41 @@ def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too()
     assert not torch.equal(first[1], Again().weights)
 
 
+class Started(pl.Callback):
+    """Keeps the largest magnitude in the residuals, and the number of steps, at the start of training."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.found.append(_at(trainer.strategy.reducer))
+
+
+def _at(reducer: Any) -> tuple[float, int]:
+    return max(float(state["residual"].abs().max()) for state in reducer.states), reducer.step
+
+
+@pytest.mark.parametrize("exchange", ["gradient", "update"])
+def test_a_second_fit_goes_on_with_the_residuals_unless_the_weights_have_changed(exchange):
+    def rank(rank: int) -> list[Any]:
+        net, started, ends = Net(), Started(), []
+        run = trainer(strategy("topk", 0.1, exchange=exchange), 2, callbacks=[started])
+        for fits in (1, 2, 3, 4):
+            run.fit_loop.max_epochs = fits
+            run.fit(net, Loader(rank, 2, 4))
+            ends.append(_at(run.strategy.reducer))
+            if fits == 2 and rank == 1:
+                net.load_state_dict(net.state_dict())
+        return [started.found, ends]
+
+    for found, ends in lightning_ranks(2, rank):
+        assert found[0] == (0.0, 0)
+        assert found[1] == ends[0]
+        assert found[1][0] > 0
+        assert found[2] == (0.0, 0)
+        assert found[3] == ends[2]
+
+
 @full
 def test_a_gradient_that_no_step_takes_as_it_was_exchanged_is_warned_of_once():
     """Stock ddp and an exchange of updates keep no part of a gradient in a residual."""

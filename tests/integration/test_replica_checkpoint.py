@@ -493,6 +493,22 @@ def test_a_save_of_two_stages_is_not_one_of_a_whole_model(tmp_path):
         assert "is of a model in 2 parts, such as the stages of a pipeline, and here it has 1" in text
 
 
+def with_a_parameter_of_the_rank(rank: int, path: Path, loads: bool) -> tuple[str, str, float]:
+    model = nn.Linear(8, 8)
+    model.register_parameter("own", nn.Parameter(torch.full((4,), float(rank)), requires_grad=False))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+    optimizer = torch.optim.AdamW([model.weight, model.bias])
+    attach_updates(model, optimizer, density=0.1)
+    return caught(lambda: (load_replica if loads else save_replica)(str(path), model, optimizer))
+
+
+@later
+def test_a_parameter_that_ddp_ignores_makes_no_stage_of_a_pipeline(tmp_path):
+    for size, loads in ((2, False), (3, True)):
+        outcomes = run_ranks(size, with_a_parameter_of_the_rank, tmp_path / "0", loads)
+        assert [(kind, text) for kind, text, _ in outcomes] == [("no error", "")] * size
+
+
 def of_a_wrapper(rank: int, path: Path) -> tuple[str, str, float]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
