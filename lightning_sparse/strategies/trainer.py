@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse._compat import version
 from lightning_sparse._lightning import Mixin
+from lightning_sparse.checkpoint import checksum
 from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.shards import local, reshard
@@ -43,7 +43,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         self._training = Training()
         self._reducer: Reducer | None = None  # of the running fit, or of the last one, for a checkpoint afterwards
         self._is_consistent = True  # whether its state belongs to a complete step
-        self._ended: Any = None  # the module of the last fit, and the versions of its weights then
+        self._ended: Any = None  # the module of the last fit, and the checksum of its weights then
         self._rendezvous = Rendezvous()
         self._shutdown: CoordinatedShutdown | None = None
 
@@ -84,14 +84,15 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def _end_last(self, trainer: Any) -> Callable[[], None]:
         """Free the residuals of the last fit; return a function that restores them in the exchange that begins now.
 
-        They stay if this fit goes on with the weights of the last one on all ranks.
+        They are restored if this fit continues with the weights of the last one, on all ranks.
         """
         reducer, self._reducer = self._reducer, None
         ended, self._ended = self._ended, None
-        if ended is None or reducer is None:  # equal on all ranks
+        if reducer is None:  # on all ranks
             return lambda: None
-        goes_on = self._is_consistent and trainer.ckpt_path is None and ended == self._weights()
-        return partial(self._restore, reducer.state_dict() if goes_on else None)
+        continues = any(reducer.states) and self._is_consistent and trainer.ckpt_path is None
+        continues = continues and ended is not None and ended == self._weights()
+        return partial(self._restore, reducer.state_dict() if continues else None)
 
     def _restore(self, state: dict[str, Any] | None) -> None:
         comm = self.reducer.comm
@@ -105,11 +106,11 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             if self.global_rank == 0:
                 log.warning(f"Entries that the last fit has not sent are lost. {error}")
 
-    def _weights(self) -> tuple[Any, list[tuple[int, int]]]:
-        """Return the module, and a list that differs if its weights have changed."""
+    def _weights(self) -> tuple[Any, int]:
+        """Return the module, and a checksum of this rank's weights."""
         module: Any = self.lightning_module
         reshard(module)
-        return weakref.ref(module), [(id(param), version(local(param))) for param in module.parameters()]
+        return weakref.ref(module), checksum({name: local(param) for name, param in module.named_parameters()})
 
     def wait_for_exchange(self) -> bool:
         """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
@@ -255,6 +256,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             callbacks = shutdown.trainer.callbacks  # the module may have another trainer now
             callbacks[:] = [each for each in callbacks if getattr(each, "on_exception", None) != self._report]
         self._training.close()
+        has_trained = self.exchanger is not None
         if self.exchanger is not None:
             self._is_consistent = self.exchanger.is_consistent
         self._training = Training()
@@ -264,7 +266,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             self._end_fit(super().teardown)
         finally:
             self._rendezvous.end_fit()
-        if self._reducer is not None and self.lightning_module is not None:
+        if has_trained and not self.interrupted and any(self.reducer.states):
             self._ended = self._weights()
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
