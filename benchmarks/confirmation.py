@@ -5,7 +5,6 @@ module keeps all of its settings and changes one thing at a time:
 
 - clipped: AdamW with β₂ = 0.95, and gradients clipped to a norm of 1, as is usual for language models. Under the
   default each rank clips its own gradient, and under `ddp` the mean.
-- clipped, denser: the same at density 0.0075, to be compared with `ddp` of "clipped".
 - other text: the C++ headers of PyTorch, and seeds that were not used before.
 
     python -m benchmarks.confirmation  # do the trainings of `TRIED` that `confirmation.csv` lacks
@@ -31,8 +30,8 @@ from examples.data.text import TextFolder
 from examples.models.gpt import GPT
 from lightning_sparse import ProcessGroupComm
 
-STEPS, EVERY = 1000, 100
-"""Number of steps, and steps between evaluations."""
+EVERY = 100
+"""Number of steps between evaluations."""
 HEADERS = Path(torch.__file__).parent / "include" / "torch"
 
 
@@ -42,24 +41,29 @@ class Case(NamedTuple):
     beta2: float = 0.999
     clip_norm: float = 0.0
     other_text: bool = False
-    density: float = 0.0  # 0 is the default
 
 
 CASES = {
     "clipped": Case(beta2=0.95, clip_norm=1.0),
-    "clipped, denser": Case(beta2=0.95, clip_norm=1.0, density=0.0075),
     "other text": Case(other_text=True),
 }
 
 
 class Run(NamedTuple):
-    """One training: a key of `CASES`, the number of workers, `ddp` or the default, a learning rate and a seed."""
+    """One training: a key of `CASES`, the number of workers, `ddp` or the default, a learning rate and a seed.
+
+    Attributes:
+        steps: number of steps.
+        density: density of the method; 0 is its default, and stands for `ddp`.
+    """
 
     case: str
     workers: int
     method: str
     lr: float
     seed: int
+    steps: int = 1000
+    density: float = 0.0
 
 
 TRIED = [
@@ -72,7 +76,12 @@ TRIED = [
     )
     for seed, lr, name in itertools.product(seeds, rates, ["ddp", DEFAULT])
 ]
-TRIED += [Run("clipped, denser", workers, DEFAULT, 0.004, seed) for workers, seed in ((4, 0), (4, 1), (8, 0))]
+TRIED += [
+    Run("clipped", workers, DEFAULT, 0.004, seed, density=density)
+    for workers, seed, density in ((4, 0, 0.0075), (4, 1, 0.0075), (8, 0, 0.0075), (4, 0, 0.005))
+]
+TRIED += [Run("clipped", workers, name, 0.004, 0, 3000) for workers in (2, 4) for name in ("ddp", DEFAULT)]
+TRIED += [Run("clipped", 4, DEFAULT, 0.004, 0, 3000, density) for density in (0.005, 0.006, 0.0075)]
 
 
 def work(job: Row) -> None:
@@ -83,16 +92,16 @@ def work(job: Row) -> None:
     torch.manual_seed(run.seed)
     model = GPT(LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), run.lr, (0.9, case.beta2))
-    name = AT_DENSITY if case.density else run.method
-    wrapped = CONTESTANTS[name].wrap(model, Options(case.density), optimizer)
+    name = AT_DENSITY if run.density else run.method
+    wrapped = CONTESTANTS[name].wrap(model, Options(run.density), optimizer)
 
     def clip(*_: Any) -> None:
         clip_grad_norm_(model.parameters(), case.clip_norm)
 
     if case.clip_norm:
         optimizer.register_step_pre_hook(clip)
-    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": STEPS}
-    for point in Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule).curve(STEPS, EVERY):
+    schedule = {"seed": run.seed, "batch_size": BATCH_SIZE, "steps": run.steps}
+    for point in Trainee(model, wrapped, optimizer, data, ProcessGroupComm(), **schedule).curve(run.steps, EVERY):
         write(job["out"], **point | {"sent_bytes": max(gather(point["sent_bytes"]))})
     check_weights(model)
 
@@ -100,8 +109,7 @@ def work(job: Row) -> None:
 def train(run: Run) -> list[Row]:
     """Train in processes; return rows of the CSV file."""
     points, _ = run_ranks("benchmarks.confirmation", {"run": run}, run.workers)
-    common = {**CASES[run.case]._asdict(), "steps": STEPS}
-    return [common | point for point in points]
+    return [CASES[run.case]._asdict() | point for point in points]
 
 
 if __name__ == "__main__":

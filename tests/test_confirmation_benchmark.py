@@ -1,13 +1,14 @@
 """The trainings of `benchmarks.confirmation`: none is missing, and with equal seeds they begin alike."""
 
-from benchmarks.confirmation import STEPS, TRIED
+from benchmarks.confirmation import TRIED, Run
 from benchmarks.harness import results
 
 
 def test_the_file_has_all_trainings_to_their_end():
     found = results.load(results.RESULTS / "confirmation.csv")
     assert results.missing(found, TRIED) == []
-    assert (found.groupby(["case", "workers", "method", "lr", "seed"]).step.max() == STEPS).all()
+    last = found.groupby([*Run._fields]).step.max()
+    assert (last == last.index.get_level_values("steps")).all()
 
 
 def test_all_methods_begin_with_the_same_loss():
