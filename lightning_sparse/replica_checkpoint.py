@@ -33,14 +33,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import parameters_by_name, shard_offset
+from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, plain_name, shard_offset
 from lightning_sparse.hooks.misuse import tensors_in
 from lightning_sparse.hooks.optimizer_kinds import unwrapped
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.options import listed
 from lightning_sparse.shards import is_any_sharded, is_sharded, load_optimizer, local, parameters_of, reshard
 from lightning_sparse.state import resized, sources
-from lightning_sparse.updates.parameters import not_ignored
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -350,7 +349,8 @@ def _shapes(model: nn.Module) -> dict[str, list[int]]:
 def _checksum_of_weights(model: nn.Module, exchange: UpdateExchanger) -> int:
     """Return a checksum of this rank's shards of the agreed weights, which a checkpoint has."""
     agreed = exchange.agreed_weights()  # a save within a batch leaves the present ones in the model
-    params = not_ignored(model, parameters_by_name(model).items()).items()
+    ignored = ignored_by_ddp(model)  # they may differ among ranks
+    params = ((name, param) for name, param in parameters_by_name(model).items() if plain_name(name) not in ignored)
     return sidecars.checksum({name: local(agreed.get(id(param), param)) for name, param in params})
 
 

@@ -43,14 +43,13 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         self._training = Training()
         self._reducer: Reducer | None = None  # of the running fit, or of the last one, for a checkpoint afterwards
         self._is_consistent = True  # whether its state belongs to a complete step
-        self._ended: Any = None  # the module of the last fit, and the checksum of its weights then
         self._rendezvous = Rendezvous()
         self._shutdown: CoordinatedShutdown | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the present fit, which belongs to this process: a copy starts a new one."""
         state: Any = super().__getstate__()
-        return {**state, "_training": Training(), "_reducer": None, "_ended": None, "_shutdown": None}
+        return {**state, "_training": Training(), "_reducer": None, "_shutdown": None}
 
     @property
     def reducer(self) -> Reducer:
@@ -86,8 +85,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
 
         They are restored if this fit continues with the weights of the last one, on all ranks.
         """
-        reducer, self._reducer = self._reducer, None
-        ended, self._ended = self._ended, None
+        reducer, self._reducer, ended = self._reducer, None, self._training.ended
         if reducer is None:  # on all ranks
             return lambda: None
         continues = any(reducer.states) and self._is_consistent and trainer.ckpt_path is None
@@ -259,7 +257,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         has_trained = self.exchanger is not None
         if self.exchanger is not None:
             self._is_consistent = self.exchanger.is_consistent
-        self._training = Training()
+        ended, self._training = self._training.ended, Training()
         if shutdown is not None:
             shutdown.leave()
         try:
@@ -267,7 +265,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         finally:
             self._rendezvous.end_fit()
         if has_trained and not self.interrupted and any(self.reducer.states):
-            self._ended = self._weights()
+            ended = self._weights()
+        self._training.ended = ended
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
         """End a fit by Lightning's `teardown`."""

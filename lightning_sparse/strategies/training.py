@@ -20,10 +20,12 @@ class Training:
         exchanger: exchanges gradients or updates; None outside of a fit.
         optimizers: the optimizers of the model.
         note: a sentence of the summary, after the exchanger's note.
+        ended: outside of a fit, the module of the last fit, and a checksum of its weights at the end of it.
     """
 
     exchanger: Exchanger | None
     note = ""
+    ended: Any = None
 
     def __init__(self, exchanger: Exchanger | None = None, optimizers: Sequence[Optimizer] = ()) -> None:
         self.exchanger, self.optimizers = exchanger, optimizers
