@@ -184,8 +184,6 @@ class UpdateExchanger(Exchanger):
                 )
             is_default_rule = method.update_rule is None
             method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
-            if steps := options.density_warmup_steps:  # counted in exchanges, and each optimizer has its own
-                options = replace(options, density_warmup_steps=steps * max(1, len(optimizers)))
         self.optimizers, self.phase = optimizers, Phase.IDLE
         self._steps = {optimizer: _Steps() for optimizer in optimizers}
         self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)

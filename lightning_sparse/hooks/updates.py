@@ -94,7 +94,7 @@ def attach_updates(
         seed: the seed of all random choices; equal on all ranks.
         density_warmup: densities to use in turn before `density`, `density_warmup_steps` exchanges each; () is none.
             None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given; otherwise it is none.
-        density_warmup_steps: number of exchanges of each optimizer for each density of `density_warmup`.
+        density_warmup_steps: number of exchanges for each density of `density_warmup`.
         broadcast_buffers: whether rank 0 broadcasts its buffers at the start and after each exchange, as with
             DistributedDataParallel. Buffers of a sharded model are broadcast at the start only.
         timeout: time to wait for other ranks; None takes the process group's.

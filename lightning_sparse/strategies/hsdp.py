@@ -52,14 +52,14 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         return {**super().__getstate__(), "_exchanger": None}
 
     def _start_exchange(self, trainer: Any) -> None:
-        restore, self._exchanger = self._end_last(trainer), None  # frees residuals before new ones are allocated
+        self._exchanger = None
+        self._end_last(trainer)  # frees residuals before new ones are allocated
         assert self.model is not None
         self._exchanger = self._begin_between_replicas(self.model, self.optimizers)
         if self._exchanger is not None:
             training = TrainerUpdates(self, self._exchanger)
             training.note = self._note
             self._begin_fit(trainer, training, "the strategy")
-            restore()
 
     @property
     def reducer(self) -> Reducer:

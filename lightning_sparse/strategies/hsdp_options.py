@@ -68,7 +68,7 @@ class HSDPOptions(Mixin):  # type: ignore[misc]
         density_warmup: densities to use in turn before `density`, an epoch each, or `density_warmup_steps` exchanges
             each. None is 8, 4 and 2 times the density, 15 exchanges each, if no density is given and the method has no
             `UpdateRule`; otherwise none.
-        density_warmup_steps: number of exchanges of each optimizer for each density of `density_warmup`.
+        density_warmup_steps: number of exchanges for each density of `density_warmup`.
         seed: the seed of the method's random choices.
         on_nonfinite: reaction to a NaN or an infinity in a gradient, except with "dense". "raise": an error on all
             ranks. "skip": this replica alone skips its optimizer step, and it sends a part of its residual.

@@ -66,7 +66,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         return self.model
 
     def _start_exchange(self, trainer: Any) -> None:
-        restore = self._end_last(trainer)  # frees residuals before new ones are allocated
+        self._end_last(trainer)  # frees residuals before new ones are allocated
         assert self.model is not None
         method, what, why = self._choose(self.optimizers)
         self._agree_on(what, method, self.model, self.optimizers)
@@ -76,7 +76,6 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         else:
             training = GradientTraining(self, self._wrap(), self.optimizers, method)
         self._begin_fit(trainer, training, why)
-        restore()
 
     def _end_training(self) -> None:
         # If this rank alone ends training, others wait for it in a step, and would not join a collective.

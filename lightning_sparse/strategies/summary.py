@@ -19,8 +19,7 @@ def run_summary(reducer: Reducer, loggers: Sequence[Any], note: str = "") -> str
     text = f"{method} on {ranks} rank{'s' if ranks > 1 else ''}"
     if warmup := reducer.options.density_warmup:
         steps = reducer.options.density_warmup_steps
-        unit = "exchanges" if reducer.exchanged == "update" else "steps"
-        each = "an epoch" if steps is None else f"{steps} {unit}"
+        each = "an epoch" if steps is None else f"{steps} steps"
         densities = ", ".join(f"{density:g}" for density in warmup)
         text += f", after a warm-up at density {densities}, {each} each"
     text += f"; {reducer.layout.numel:,} parameters in {segments} segment{'s' if segments > 1 else ''}"

@@ -14,16 +14,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse._lightning import Mixin
-from lightning_sparse.checkpoint import checksum
 from lightning_sparse.hooks import Exchanger, UpdateExchanger
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.shards import local, reshard
 from lightning_sparse.strategies.base import destroy_process_group
 from lightning_sparse.strategies.rendezvous import Rendezvous
 from lightning_sparse.strategies.shutdown import CoordinatedShutdown
@@ -80,35 +77,15 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             trainer.callbacks.insert(0, first)
         self._began(training, why, trainer.loggers)
 
-    def _end_last(self, trainer: Any) -> Callable[[], None]:
-        """Free the residuals of the last fit; return a function that restores them in the exchange that begins now.
-
-        They are restored if this fit continues with the weights of the last one, on all ranks.
-        """
+    def _end_last(self, trainer: Any) -> None:
+        """Free the residuals of the last fit, and warn on rank 0 if this fit continues its training."""
         reducer, self._reducer, ended = self._reducer, None, self._training.ended
-        if reducer is None:  # on all ranks
-            return lambda: None
-        continues = any(reducer.states) and self._is_consistent and trainer.ckpt_path is None
-        continues = continues and ended is not None and ended == self._weights()
-        return partial(self._restore, reducer.state_dict() if continues else None)
-
-    def _restore(self, state: dict[str, Any] | None) -> None:
-        comm = self.reducer.comm
-        with comm.uncounted():
-            flags = comm.all_gather(torch.tensor([state is not None], device=self.root_device))
-        if state is None or not bool(flags.all()):
-            return
-        try:
-            self.reducer.load_state_dict(state)
-        except ValueError as error:  # it trains other parameters
-            if self.global_rank == 0:
-                log.warning(f"Entries that the last fit has not sent are lost. {error}")
-
-    def _weights(self) -> tuple[Any, int]:
-        """Return the module, and a checksum of this rank's weights."""
-        module: Any = self.lightning_module
-        reshard(module)
-        return weakref.ref(module), checksum({name: local(param) for name, param in module.named_parameters()})
+        continues = ended is not None and ended() is self.lightning_module and trainer.global_step > 0
+        if reducer is not None and continues and reducer.method.memory.error_feedback and self.global_rank == 0:
+            log.warning(
+                "This fit begins without the residuals of the last one: entries that it has not sent are lost. To "
+                "keep them, call trainer.save_checkpoint('last.ckpt') after it, and fit with ckpt_path='last.ckpt'."
+            )
 
     def wait_for_exchange(self) -> bool:
         """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
@@ -254,19 +231,18 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             callbacks = shutdown.trainer.callbacks  # the module may have another trainer now
             callbacks[:] = [each for each in callbacks if getattr(each, "on_exception", None) != self._report]
         self._training.close()
-        has_trained = self.exchanger is not None
         if self.exchanger is not None:
             self._is_consistent = self.exchanger.is_consistent
-        ended, self._training = self._training.ended, Training()
+        module = self.lightning_module
+        ended = self._training.ended if self.exchanger is None or module is None else weakref.ref(module)
+        self._training = Training()
+        self._training.ended = ended
         if shutdown is not None:
             shutdown.leave()
         try:
             self._end_fit(super().teardown)
         finally:
             self._rendezvous.end_fit()
-        if has_trained and not self.interrupted and any(self.reducer.states):
-            ended = self._weights()
-        self._training.ended = ended
 
     def _end_fit(self, teardown: Callable[[], None]) -> None:
         """End a fit by Lightning's `teardown`."""

@@ -20,12 +20,12 @@ class Training:
         exchanger: exchanges gradients or updates; None outside of a fit.
         optimizers: the optimizers of the model.
         note: a sentence of the summary, after the exchanger's note.
-        ended: outside of a fit, the module of the last fit, and a checksum of its weights at the end of it.
+        ended: outside of a fit, a function that returns the module of the last fit; None if there was none.
     """
 
     exchanger: Exchanger | None
     note = ""
-    ended: Any = None
+    ended: Callable[[], Any] | None = None
 
     def __init__(self, exchanger: Exchanger | None = None, optimizers: Sequence[Optimizer] = ()) -> None:
         self.exchanger, self.optimizers = exchanger, optimizers

@@ -2073,13 +2073,13 @@ def test_what_is_sent_where_no_density_is_given():
 @full
 def test_updates_have_a_warm_up_of_their_own_where_nothing_is_said():
     cases: list[tuple[dict[str, Any], str | None]] = [
-        ({}, "after a warm-up at density 0.024, 0.012, 0.006, 15 exchanges each"),
-        ({"density_warmup": None}, "after a warm-up at density 0.024, 0.012, 0.006, 15 exchanges each"),
+        ({}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
+        ({"density_warmup": None}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
         ({"density_warmup": ()}, None),
         ({"density": 0.003}, None),
         ({"exchange": "gradient"}, None),
-        ({"density_warmup": [0.5], "density_warmup_steps": 2}, "after a warm-up at density 0.5, 2 exchanges each"),
-        ({"hierarchical": True}, "after a warm-up at density 0.024, 0.012, 0.006, 15 exchanges each"),
+        ({"density_warmup": [0.5], "density_warmup_steps": 2}, "after a warm-up at density 0.5, 2 steps each"),
+        ({"hierarchical": True}, "after a warm-up at density 0.024, 0.012, 0.006, 15 steps each"),
     ]
     found = fits([(AdamNet, {"density": None, **options}) for options, _ in cases], max_steps=1)
     for (_, said), (first, _) in zip(cases, found, strict=True):
@@ -2559,23 +2559,6 @@ def test_a_warm_up_needs_steps_where_nobody_counts_epochs():
         ValueError, match=r"density_warmup=\(0.1,\) without epochs: say how many steps each density lasts"
     ):
         attach_updates(net, ADAMW(net.parameters()), density_warmup=[0.1])
-
-
-def test_the_warm_up_counts_the_steps_of_each_optimizer():
-    def densities(_: int) -> list[float | None]:
-        net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-        optimizers = [ADAMW([param]) for param in net.parameters()]  # as for steps within backward
-        options = {"density": 0.25, "density_warmup": [0.75, 0.5], "density_warmup_steps": 2}
-        reducer, found = attach_updates(net, optimizers, "topk", **options), []
-        for _ in range(5):
-            net(torch.randn(2, 4)).sum().backward()
-            for optimizer in optimizers:
-                found.append(reducer.density)
-                optimizer.step()
-        return found
-
-    (found,) = run_ranks(1, densities)
-    assert found == [0.75] * 6 + [0.5] * 6 + [0.25] * 3
 
 
 def test_only_the_strategy_exchanges_updates_during_backward():
