@@ -464,7 +464,7 @@ class AutoDDP(AutoStrategy):
         return found
 
     def _use_stock(self, name: str, trainer: Any) -> None:
-        self._end_last(trainer)
+        self._reducer = None
         # DistributedDataParallel chooses the size of its buckets, unless it is given: its first one is smaller.
         with self._with_ddp_options(bucket_cap_mb=self._arguments.get("bucket_cap_mb")):
             ddp = self._wrap()

@@ -77,8 +77,7 @@ class AutoHSDP(AutoStrategy):
     def _use_stock(self, name: str, trainer: Any) -> None:
         reducer = self._auto.reducer_options
         self._options = StrategyOptions("dense", None, {}, reducer, exchange="update", overlap="none")
-        self._exchanger = None
-        self._end_last(trainer)
+        self._reducer = self._exchanger = None
         self._begin_between_replicas(self.model, self.optimizers)
         stock = average_shards(self.model, self.optimizers, reducer, self._group, self._timeout)
         training = Training(stock, self.optimizers)

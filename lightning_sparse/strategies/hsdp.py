@@ -52,8 +52,7 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
         return {**super().__getstate__(), "_exchanger": None}
 
     def _start_exchange(self, trainer: Any) -> None:
-        self._exchanger = None
-        self._end_last(trainer)  # frees residuals before new ones are allocated
+        self._reducer = self._exchanger = None  # free the residuals of an earlier exchange before allocating new ones
         assert self.model is not None
         self._exchanger = self._begin_between_replicas(self.model, self.optimizers)
         if self._exchanger is not None:

@@ -66,7 +66,7 @@ class SparseDDP(DDPOptions, TrainerCalls, SparseStrategy, DDPStrategy):
         return self.model
 
     def _start_exchange(self, trainer: Any) -> None:
-        self._end_last(trainer)  # frees residuals before new ones are allocated
+        self._reducer = None  # free the residuals of an earlier fit before allocating new ones
         assert self.model is not None
         method, what, why = self._choose(self.optimizers)
         self._agree_on(what, method, self.model, self.optimizers)

@@ -68,6 +68,7 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             why: the reason for the exchanged quantity.
         """
         assert training.exchanger is not None
+        training.ended = self._training.ended
         self._training, self._reducer, self._is_consistent = training, training.exchanger.reducer, True
         if self.world_size > 1 and self._shutdown is None:
             self._shutdown = CoordinatedShutdown(trainer, training.exchanger.comm, launched=self._launched)
@@ -76,16 +77,6 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             first.on_exception = self._report
             trainer.callbacks.insert(0, first)
         self._began(training, why, trainer.loggers)
-
-    def _end_last(self, trainer: Any) -> None:
-        """Free the residuals of the last fit, and warn on rank 0 if this fit continues its training."""
-        reducer, self._reducer, ended = self._reducer, None, self._training.ended
-        continues = ended is not None and ended() is self.lightning_module and trainer.global_step > 0
-        if reducer is not None and continues and reducer.method.memory.error_feedback and self.global_rank == 0:
-            log.warning(
-                "This fit begins without the residuals of the last one: entries that it has not sent are lost. To "
-                "keep them, call trainer.save_checkpoint('last.ckpt') after it, and fit with ckpt_path='last.ckpt'."
-            )
 
     def wait_for_exchange(self) -> bool:
         """Wait until observers have seen the pending exchange; return whether it succeeded. The next raises errors."""
@@ -123,6 +114,13 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def on_train_start(self) -> None:
         super().on_train_start()
         self._training.begin()
+        module: Any = self.lightning_module
+        continues = self._training.ended is not None and self._training.ended() is module
+        if continues and module.trainer.global_step > 0 and self.global_rank == 0 and self.reducer.step == 0:
+            log.warning(
+                "This fit begins without the residuals of the last one: entries that it has not sent are lost. To "
+                "keep them, call trainer.save_checkpoint('last.ckpt') after it, and fit with ckpt_path='last.ckpt'."
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -233,8 +231,10 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         self._training.close()
         if self.exchanger is not None:
             self._is_consistent = self.exchanger.is_consistent
-        module = self.lightning_module
-        ended = self._training.ended if self.exchanger is None or module is None else weakref.ref(module)
+        module, reducer, ended = self.lightning_module, self._reducer, self._training.ended
+        if self.exchanger is not None and module is not None and reducer is not None:
+            has_residuals = reducer.method.memory.error_feedback and reducer.step > 0
+            ended = weakref.ref(module) if has_residuals else None
         self._training = Training()
         self._training.ended = ended
         if shutdown is not None:

@@ -20,7 +20,7 @@ class Training:
         exchanger: exchanges gradients or updates; None outside of a fit.
         optimizers: the optimizers of the model.
         note: a sentence of the summary, after the exchanger's note.
-        ended: outside of a fit, a function that returns the module of the last fit; None if there was none.
+        ended: returns the module of the last fit before this one, if it ended with residuals; None if there was none.
     """
 
     exchanger: Exchanger | None

@@ -183,7 +183,7 @@ def test_the_first_gradients_of_a_static_graph_are_reduced_in_a_second_fit_too()
     assert not torch.equal(first[1], Again().weights)
 
 
-def test_a_second_fit_that_continues_the_first_warns_of_lost_residuals():
+def test_a_second_fit_that_continues_the_first_warns_of_lost_residuals(tmp_path):
     def rank(rank: int) -> list[int]:
         counts = []
         for method, nets in (("topk", [Net()] * 3), ("topk", [Net(), Net()]), ("qsgd", [Net()] * 2)):
@@ -191,6 +191,9 @@ def test_a_second_fit_that_continues_the_first_warns_of_lost_residuals():
             for epochs, net in enumerate(nets, 1):
                 run.fit_loop.max_epochs = epochs
                 run.fit(net, Loader(rank, 2, 4))
+            run.save_checkpoint(tmp_path / "last.ckpt")
+            run.fit_loop.max_epochs += 1
+            run.fit(net, Loader(rank, 2, 4), ckpt_path=tmp_path / "last.ckpt")
             counts.append(sum("begins without the residuals" in text for text in messages.texts))
         return counts
 
