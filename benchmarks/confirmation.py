@@ -81,6 +81,7 @@ TRIED += [
     for workers, seed, density in ((4, 0, 0.0075), (4, 1, 0.0075), (8, 0, 0.0075), (4, 0, 0.005))
 ]
 TRIED += [Run("clipped", workers, name, 0.004, 0, 3000) for workers in (2, 4) for name in ("ddp", DEFAULT)]
+TRIED += [Run("clipped", 4, name, 0.008, 0, 3000) for name in ("ddp", DEFAULT)]
 TRIED += [Run("clipped", 4, DEFAULT, 0.004, 0, 3000, density) for density in (0.005, 0.006, 0.0075)]
 
 
