@@ -43,10 +43,7 @@ class Case(NamedTuple):
     other_text: bool = False
 
 
-CASES = {
-    "clipped": Case(beta2=0.95, clip_norm=1.0),
-    "other text": Case(other_text=True),
-}
+CASES = {"clipped": Case(beta2=0.95, clip_norm=1.0), "other text": Case(other_text=True)}
 
 
 class Run(NamedTuple):
@@ -54,7 +51,7 @@ class Run(NamedTuple):
 
     Attributes:
         steps: number of steps.
-        density: density of the method; 0 is its default, and stands for `ddp`.
+        density: density of the method; 0 for its default, and for `ddp`.
     """
 
     case: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,8 +73,25 @@ def check_one_device(params: Mapping[str, Tensor]) -> None:
             )
 
 
+def check_no_overlap(params: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two parameters share elements, because both would send the same change."""
+    places = sorted(
+        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
+        for name, param in params.items()
+        if param.numel()
+    )
+    for (storage, start, first), (other, begin, second) in pairwise(places):
+        shape, strides = params[first].shape, params[first].stride()
+        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other and begin < stop:
+            raise ValueError(
+                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
+                f"changed. Tie weights by using one parameter twice: second.weight = first.weight."
+            )
+
+
 def check_distinct(grads: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a gradient has two names, because it would be sent and added twice."""
+    """Raise ValueError if gradients share elements, which would be sent and added twice."""
     names: dict[Any, str] = {}
     for name, grad in grads.items():
         check_tensor(name, grad)
@@ -84,6 +102,8 @@ def check_distinct(grads: Mapping[str, Tensor]) -> None:
                 f"{first!r} and {name!r} are the same gradient, so it would count twice. Give the gradient of a tied "
                 f"parameter under one name."
             )
+    # The memory of others may interleave, as that of columns of one matrix does.
+    check_no_overlap({name: grad for name, grad in grads.items() if grad.is_contiguous()})
 
 
 def check_fits(layout: Layout, grads: Mapping[str, Tensor]) -> None:

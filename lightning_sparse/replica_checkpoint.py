@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, plain_name, shard_offset
+from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, shard_offset
 from lightning_sparse.hooks.misuse import tensors_in
 from lightning_sparse.hooks.optimizer_kinds import unwrapped
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
@@ -350,8 +350,8 @@ def _checksum_of_weights(model: nn.Module, exchange: UpdateExchanger) -> int:
     """Return a checksum of this rank's shards of the agreed weights, which a checkpoint has."""
     agreed = exchange.agreed_weights()  # a save within a batch leaves the present ones in the model
     ignored = ignored_by_ddp(model)  # they may differ among ranks
-    params = ((name, param) for name, param in parameters_by_name(model).items() if plain_name(name) not in ignored)
-    return sidecars.checksum({name: local(agreed.get(id(param), param)) for name, param in params})
+    params = {name: param for name, param in parameters_by_name(model).items() if name not in ignored}
+    return sidecars.checksum({name: local(agreed.get(id(param), param)) for name, param in params.items()})
 
 
 def _own_state(model: nn.Module, optimizer: Optimizer, number: str) -> State:

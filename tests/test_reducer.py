@@ -396,6 +396,8 @@ def test_a_gradient_under_two_names_or_none_at_all_is_refused():
         for _ in range(2):
             with pytest.raises(ValueError, match="'a' and 'c' are the same gradient, so it would count twice"):
                 reducer.reduce_({"a": shared, "b": torch.ones(4), "c": shared})
+        with pytest.raises(ValueError, match="'a' and 'b' are two parameters that share memory"):
+            reducer.reduce_({"a": shared, "b": shared[1:]})
         packed, empty = torch.ones(6, 4).chunk(2, 1), torch.ones(0)  # the halves share memory, but no element
         reducer.reduce_({"a": packed[0], "b": packed[1], "c": empty, "d": empty})
         with pytest.raises(TypeError, match="gradient of 'b' is None: give a tensor, of zeros if"):

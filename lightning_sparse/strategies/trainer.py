@@ -229,12 +229,11 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
             callbacks = shutdown.trainer.callbacks  # the module may have another trainer now
             callbacks[:] = [each for each in callbacks if getattr(each, "on_exception", None) != self._report]
         self._training.close()
+        ended = self._training.ended
         if self.exchanger is not None:
-            self._is_consistent = self.exchanger.is_consistent
-        module, reducer, ended = self.lightning_module, self._reducer, self._training.ended
-        if self.exchanger is not None and module is not None and reducer is not None:
+            self._is_consistent, reducer = self.exchanger.is_consistent, self.exchanger.reducer
             has_residuals = reducer.method.memory.error_feedback and reducer.step > 0
-            ended = weakref.ref(module) if has_residuals else None
+            ended = weakref.ref(self.lightning_module) if has_residuals else None
         self._training = Training()
         self._training.ended = ended
         if shutdown is not None:

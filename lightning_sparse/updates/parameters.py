@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_sparse._compat import ignored_by_ddp, parameters_by_name, plain_name
+from lightning_sparse.gradients import check_no_overlap
 from lightning_sparse.shards import (
     AFTER_SHARDING,
     copies,
@@ -105,23 +104,6 @@ def not_ignored(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[s
     """Return named parameters or buffers of a model without the names that DistributedDataParallel is to ignore."""
     ignored = ignored_by_ddp(model)
     return {name: x for name, x in named if plain_name(name) not in ignored}
-
-
-def check_no_overlap(params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two parameters share elements, because both would send the same change."""
-    places = sorted(
-        (StorageWeakRef(param.untyped_storage()).cdata, param.storage_offset(), name)
-        for name, param in params.items()
-        if param.numel()
-    )
-    for (storage, start, first), (other, begin, second) in pairwise(places):
-        shape, strides = params[first].shape, params[first].stride()
-        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if storage == other and begin < stop:
-            raise ValueError(
-                f"{first!r} and {second!r} are two parameters that share memory, so each would send what both have "
-                f"changed. Tie weights by using one parameter twice: second.weight = first.weight."
-            )
 
 
 def others_settings(
