@@ -165,3 +165,37 @@ def test_links_disappear_when_their_program_is_stopped(number: signal.Signals, r
         time.sleep(0.05)
     assert not carrier or not Path(f"/proc/{carrier}").exists()
     assert remaining(namespace, 0) == 0
+
+
+SLEEPER = """
+import os, time
+from benchmarks.harness.launch import gather, write
+
+def work(job):
+    write(job["out"], pids=gather(os.getpid()))
+    time.sleep(100)
+"""
+DRIVER = """
+from benchmarks.harness.launch import hosts, launch
+
+with hosts(2, "loopback") as where:
+    for record in launch("benchmarks.harness.launch", {"module": "sleeper"}, where, 2):
+        print(*record["pids"], flush=True)
+"""
+
+
+@full
+def test_ranks_end_with_the_program_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(tmp_path)])
+    argv = [sys.executable, "-c", DRIVER]
+    driver = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    with driver:
+        assert driver.stdout is not None
+        ranks = [Path("/proc", pid) for pid in driver.stdout.readline().split()]
+        assert len(ranks) == 2 and all(rank.exists() for rank in ranks)
+        driver.kill()
+        deadline = time.monotonic() + 30
+        while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not any(rank.exists() for rank in ranks)

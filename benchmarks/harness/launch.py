@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -98,9 +99,13 @@ def launch(module: str, job: Record, where: Hosts, workers: int, patience: float
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         env = {**ENVIRONMENT, **os.environ, **where.env, "PYTHONPATH": path, "WORLD_SIZE": str(workers)}
         processes = []
+        alive, held = os.pipe()  # nothing is written; it closes when this process ends, even by a signal
+        stack.callback(os.close, alive)
+        stack.callback(os.close, held)
         for rank, log in enumerate(logs):
             with log.open("w") as file:
-                processes.append(where.popen(rank, argv, env={**env, "RANK": str(rank)}, stderr=file))
+                environment = {**env, "RANK": str(rank)}
+                processes.append(where.popen(rank, argv, env=environment, stdin=alive, stderr=file))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         count, news, states = 0, time.monotonic(), [None]
@@ -178,7 +183,14 @@ def check_weights(model: nn.Module) -> None:
         raise WrongResult(f"the ranks' weights differ: checksums {checksums}")
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, see `launch`."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":  # a rank
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
