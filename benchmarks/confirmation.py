@@ -3,8 +3,8 @@
 The default was chosen on the text, the model and the seeds of `benchmarks.language`, also by held-out losses. This
 module keeps all of its settings and changes one thing at a time:
 
-- clipped: AdamW with β₂ = 0.95, and gradients clipped to a norm of 1, as is usual for language models. Under the
-  default each rank clips its own gradient, and under `ddp` the mean.
+- clipped: AdamW with β₂ = 0.95, and gradients clipped to a norm of 1, as is usual for language models. `ddp` clips the
+  mean. Under the default each rank clips its own gradient, at the norm √P, as the strategy does.
 - other text: the C++ headers of PyTorch, and seeds that were not used before.
 
     python -m benchmarks.confirmation  # do the trainings of `TRIED` that `confirmation.csv` lacks
@@ -13,6 +13,7 @@ Each training has the GPT, the schedule and the processes of `benchmarks.languag
 """
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,8 +94,10 @@ def work(job: Row) -> None:
     name = AT_DENSITY if run.density else run.method
     wrapped = CONTESTANTS[name].wrap(model, Options(run.density), optimizer)
 
+    largest = case.clip_norm * (1.0 if run.method == "ddp" else math.sqrt(run.workers))
+
     def clip(*_: Any) -> None:
-        clip_grad_norm_(model.parameters(), case.clip_norm)
+        clip_grad_norm_(model.parameters(), largest)
 
     if case.clip_norm:
         optimizer.register_step_pre_hook(clip)

@@ -21,6 +21,11 @@ are multiplied by f = 1/√(q + (1 − q)/P), one f per parameter. Adam's bias-c
 of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) of the variance of the noise:
 Σm̂² = (q + (1 − q)c) Σv̂.
 
+v is a mean over about 1/(1 − β₂) steps, and in each step one rank has a P-th of the examples. So while a rank steps,
+1 − β₂ is divided by P (`second_decay`). This is the scaling rule of Adam for smaller batches (Malladi et al. 2022,
+arXiv 2205.10287). Otherwise v follows single examples: with β₂ = 0.95, 20 steps, a rank's steps are too small where
+gradients are large and rare, and v shrinks while an entry waits. With torch's β₂ = 0.999 the window is long enough.
+
 In the first steps a gradient contains more signal, and its entries are sent again and again. A payout clears m at
 them, so m̂ lacks signal and f is too large. With eight ranks and high learning rates, training did not recover from
 these steps. So f begins at 1: 1 − q is multiplied by t/50 in the first 50 steps of a parameter.
@@ -45,6 +50,8 @@ from lightning_sparse.kernels.write_back import clear_entries_
 from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
+LONGEST = 0.999
+"""The decay of the second moment from which on a rank's window is not longer than that of dense training."""
 
 
 class Moments(NamedTuple):
@@ -299,6 +306,18 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
         if not any(part in name for part in UNLIKE for name in names):
             known = next((LIKE[part] for part in LIKE if any(part in name for name in names)), None)
     return known
+
+
+def second_decay(beta: Any, size: int) -> Any:
+    """Return β₂ for the gradients of one of `size` ranks: 1 − (1 − β₂)/P, but at most β₂ or `LONGEST`.
+
+    Args:
+        beta: β₂ for dense training, a number or a scalar tensor.
+    """
+    longer = 1 - (1 - beta) / size
+    if isinstance(beta, Tensor):
+        return torch.minimum(longer, beta.clamp(min=LONGEST))
+    return min(longer, max(beta, LONGEST))
 
 
 def _has_betas(group: State) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -84,6 +85,14 @@ class UpdateRule:
             return False
         # Without a first moment, the share of signal is unknown. Local steps are not one step of dense training.
         return self.local_steps == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
+
+    def clip_factor(self, size: int) -> float:
+        """Return the factor on a threshold for clipping the mean gradient of `size` ranks, to clip that of one rank.
+
+        If noise dominates, the gradient of one rank is √P times as long as the mean of P ranks (Lin et al. 2018, arXiv
+        1712.01887). Rules that do not rescale have the thresholds of their papers: factor 1.
+        """
+        return math.sqrt(size) if self.rescale and self.local_steps == 1 else 1.0
 
     def clears_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         """Return whether to clear the optimizer's momentum at sent entries; `density` None means no residual."""

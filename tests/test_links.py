@@ -193,7 +193,8 @@ def test_ranks_end_with_the_program_that_started_them(tmp_path: Path) -> None:
     with driver:
         assert driver.stdout is not None
         ranks = [Path("/proc", pid) for pid in driver.stdout.readline().split()]
-        assert len(ranks) == 2 and all(rank.exists() for rank in ranks)
+        assert len(ranks) == 2
+        assert all(rank.exists() for rank in ranks)
         driver.kill()
         deadline = time.monotonic() + 30
         while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:

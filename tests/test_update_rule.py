@@ -16,7 +16,7 @@ from lightning_sparse.compressors import Identity, TopK
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import DecayingResidual, NoMemory
 from lightning_sparse.methods import MethodSpec
-from lightning_sparse.momentum import SegmentMoments, moments_of
+from lightning_sparse.momentum import SegmentMoments, moments_of, second_decay
 from lightning_sparse.state import resized, sources
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
@@ -283,6 +283,51 @@ def test_what_cannot_be_rescaled_is_not(betas, every):
         return net.weight.item()
 
     assert simulate(3, rank) == pytest.approx([4.5] * 3)
+
+
+def test_thresholds_for_clipping_grow_with_the_root_of_the_ranks():
+    """√P, by which the noise of one rank exceeds that of the mean; rules of other papers clip as these do."""
+    assert [UpdateRule().clip_factor(size) for size in (1, 4, 9)] == [1, 2, 3]
+    others = [UpdateRule(rescale=False), UpdateRule(local_steps=2), *(METHODS[name].update_rule for name in LOCAL)]
+    assert {rule.clip_factor(4) for rule in others} == {1}
+
+
+@pytest.mark.parametrize(
+    ("beta", "size", "expected"),
+    [(0.95, 1, 0.95), (0.95, 4, 0.9875), (0.5, 2, 0.75), (0.99, 100, 0.999), (0.999, 8, 0.999), (0.9999, 2, 0.9999)],
+)
+def test_the_window_of_the_second_moment_by_hand(beta, size, expected):
+    """1 − β₂ is divided by the number of ranks, up to a window of 1,000 steps. Windows that are longer stay."""
+    assert second_decay(beta, size) == pytest.approx(expected, abs=1e-15)
+    found = second_decay(torch.tensor(beta, dtype=torch.float64), size)
+    assert found == torch.tensor(second_decay(beta, size), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(UpdateRule(), 0.9875), (UpdateRule(rescale=False), 0.95)])
+def test_windows_are_longer_during_a_step(rule, expected):
+    """v = (1 − β₂) g² after the first step. Then, and if an error ends a step, the optimizer has its own betas."""
+
+    def rank(comm: Comm) -> list[Any]:
+        net, betas = torch.nn.Linear(1, 1, bias=False), (0.9, 0.95)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1, betas=betas)
+        updates = exchanged_once(comm, net, optimizer, rule)
+        (state,) = optimizer.state.values()
+        found = [state["exp_avg_sq"].item(), optimizer.param_groups[0]["betas"] == betas]
+        updates.begin(optimizer)  # and the step raises an error
+        during = optimizer.param_groups[0]["betas"]
+        saved = optimizer.state_dict()["param_groups"][0]["betas"]
+        updates.begin(optimizer)
+        again = optimizer.param_groups[0]["betas"]
+        updates.abandon(optimizer)
+        updates.close()
+        return [*found, during, again, saved == betas, optimizer.param_groups[0]["betas"] == betas]
+
+    for v, kept, during, again, saved_kept, abandoned in simulate(4, rank):
+        assert v == pytest.approx(1 - expected, rel=1e-6)
+        assert during == again == (0.9, pytest.approx(expected))
+        assert kept
+        assert saved_kept
+        assert abandoned
 
 
 def test_momentum_of_0_is_not_paid_out():

@@ -133,7 +133,7 @@ def attach_updates(
         if "clip_norm" in options:
             raise TypeError(
                 "attach_updates has no option 'clip_norm': call torch.nn.utils.clip_grad_norm_ before "
-                "optimizer.step(), which clips each rank's local gradient."
+                "optimizer.step(), at √P times the threshold for the mean of P ranks."
             )
         method_options("attach_updates", inspect.signature(attach_updates).parameters, method, options)
         reducer_options = ReducerOptions.of(locals())

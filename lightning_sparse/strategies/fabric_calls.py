@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse._lightning import FABRIC, Mixin
@@ -207,8 +208,7 @@ class FabricCalls(Mixin):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take an optimizer's step, after the checks and the clipping of gradients."""
-        trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
-        training = next(trainings, None)
+        training = self._training_of(optimizer)
         if training is None:
             self._check_waiting(optimizer)
             return super().optimizer_step(optimizer, **kwargs)
@@ -223,6 +223,24 @@ class FabricCalls(Mixin):  # type: ignore[misc]
             return take(**kwargs)
 
         return training.step(optimizer, given or (lambda: None), step)
+
+    def _training_of(self, optimizer: Any) -> Training | None:
+        trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
+        return next(trainings, None)
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        """Clip gradients by their norm; `max_norm` is for the mean gradient of all workers."""
+        max_norm = self._threshold(optimizer, max_norm)
+        norm: Tensor = super().clip_gradients_norm(module, optimizer, max_norm, *args, **kwargs)
+        return norm
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of gradients; `clip_val` is for the mean gradient of all workers."""
+        super().clip_gradients_value(module, optimizer, self._threshold(optimizer, clip_val))
+
+    def _threshold(self, optimizer: Any, given: float) -> float:
+        training = self._training_of(optimizer)
+        return training.threshold(given) if isinstance(training, UpdateTraining) else given
 
     def _check_waiting(self, optimizer: Any) -> None:
         """Raise ValueError if an optimizer steps while its model waits for optimizers of the other parameters."""

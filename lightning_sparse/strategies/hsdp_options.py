@@ -72,8 +72,8 @@ class HSDPOptions(Mixin):  # type: ignore[misc]
         seed: the seed of the method's random choices.
         on_nonfinite: reaction to a NaN or an infinity in a gradient, except with "dense". "raise": an error on all
             ranks. "skip": this replica alone skips its optimizer step, and it sends a part of its residual.
-        clip_norm: largest 2-norm of the replica's gradient; the same as Trainer's gradient_clip_val and
-            `fabric.clip_gradients`.
+        clip_norm: largest 2-norm of the replica's gradient. Trainer's gradient_clip_val and `fabric.clip_gradients`
+            take that of the mean gradient, and multiply it by the root of the number of replicas.
         local_steps: number of optimizer steps before each exchange of updates; None takes the method's, mostly 1.
         overlap: "next_step" exchanges during the next step, for links of high latency; not over NCCL.
         broadcast_buffers: whether buffers are broadcast from the first replica after each exchange, as BatchNorm

@@ -32,6 +32,8 @@ class TrainerUpdates(UpdateTraining):
         when = f"after backward: {self._overlap_blocker}" if self._overlap_blocker else "within backward"
         found = exchanger.reducer.method
         self.note = "" if found.delayed else f" They are exchanged {when}."
+        self._precision = strategy.precision_plugin
+        self._precision.clip_gradients = partial(self._clip, self._precision.clip_gradients)
         self._first_callback = self._call_before_callbacks() if found.local_steps > 1 or found.delayed else None
 
     @property
@@ -57,6 +59,9 @@ class TrainerUpdates(UpdateTraining):
             self.exchanger.average_gradients(optimizer)
         return result
 
+    def _clip(self, clip: Callable[..., None], optimizer: Optimizer, clip_val: float = 0.0, *args: Any) -> None:
+        clip(optimizer, self.threshold(clip_val), *args)
+
     def _call_before_callbacks(self) -> Any:
         """Add a callback that exchanges pending updates before other callbacks swap, average or prune weights.
 
@@ -70,6 +75,7 @@ class TrainerUpdates(UpdateTraining):
 
     def close(self) -> None:
         super().close()
+        self._precision.__dict__.pop("clip_gradients", None)
         if self._first_callback is not None and self._first_callback in self._trainer.callbacks:
             self._trainer.callbacks.remove(self._first_callback)
 

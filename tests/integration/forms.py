@@ -123,6 +123,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "clipping by the Trainer": (AdamNet, {}, {"gradient_clip_val": 0.1}),
     "clipping by the strategy": (AdamNet, {"clip_norm": 0.1}, {}),
     "fused": (partial(AdamNet, fused=True), {}, {}),
+    "short window of the second moment": (partial(AdamNet, betas=(0.9, 0.9)), {}, {}),
     "gan": (Gan, {"exchange": "update"}, {}),
     "gtopk by layers": (AdamNet, {"method": "gtopk", "granularity": "layer"}, {}),
     "gaussiank": (AdamNet, {"method": "gaussiank"}, {}),

@@ -427,6 +427,62 @@ def test_an_exchange_goes_on_within_backward_unless_something_needs_all_gradient
         assert len(within) > 3
 
 
+class ClipsItself(Net):
+    """Clips the gradient of its rank, at the threshold for one of two ranks."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1 * math.sqrt(2))
+
+
+class ClipsElements(ClipsItself):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.01 * math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "strategy"),
+    [
+        (ClipsItself, {"gradient_clip_val": 0.1}, {}),
+        *in_full(
+            (ClipsElements, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+            (ClipsItself, {"gradient_clip_val": 0.1}, {"overlap": "next_step"}),
+            (ClipsItself, {"gradient_clip_val": 0.1}, {"method": "dense", "density": None}),
+        ),
+    ],
+)
+def test_thresholds_for_clipping_are_of_the_mean_gradient(own, options, strategy):
+    """The gradient of one of two ranks is up to √2 times as long as the mean, so its threshold is √2 times as large."""
+
+    def run(rank: int) -> list[Any]:
+        ours = {"exchange": "update", **strategy}
+        by_hand = partial(own, torch.optim.AdamW, lr=0.01)
+        fits = [fit(rank, AdamNet, ours, **options), fit(rank, by_hand, ours), fit(rank, AdamNet, ours)]
+        return [found["weights"] for found in fits]
+
+    for clipped, by_hand, not_clipped in lightning_ranks(2, run):
+        assert torch.equal(clipped, by_hand)
+        assert not torch.equal(clipped, not_clipped)
+
+
+@full
+def test_local_steps_clip_as_their_papers_do():
+    """After a fit, the precision plugin clips as before."""
+
+    def run(rank: int) -> Any:
+        told, precision = list[str](), pl.plugins.MixedPrecision("bf16-mixed", "cpu")
+        for name in ("diloco", "topk"):
+            run = trainer(SparseDDPStrategy(name), 2, gradient_clip_val=0.1, plugins=[precision])
+            run.strategy.inform = told.append
+            run.fit(AdamNet(), Loader(rank, 2))
+        return [text for text in told if "clips" in text], [*vars(precision)]
+
+    (told, attributes), (others, _) = lightning_ranks(2, run)
+    assert len(told) == 1, "DiLoCo's ranks clip at the given threshold"
+    assert "0.141421 in place of 0.1" in told[0]
+    assert not others
+    assert "clip_gradients" not in attributes
+
+
 class Late(pl.Callback):
     """Has gradients clipped in a way that was not there when training began."""
 
