@@ -591,7 +591,7 @@ def growth() -> str:
 
 
 def confirmed() -> pd.DataFrame:
-    """The last losses and bytes of all confirmations, each training of the default's method beside its `ddp`."""
+    """The last losses and bytes of all confirmations, each training of `topk` beside its `ddp`."""
     last = read("confirmation").query("step == steps")
     keys = ["case", "workers", "steps", "lr", "seed"]
     dense = last.query("method == 'ddp'")[[*keys, "val_loss", "sent_bytes"]]
@@ -607,21 +607,22 @@ def confirmation() -> str:
     }
     rows = []
     found = confirmed().assign(place=lambda x: x["case"].map([*names].index))
-    for key, runs in found.groupby(["place", "workers", "steps", "density", "lr"]):
-        place, workers, steps, density, rate = key
+    for key, runs in found.groupby(["place", "workers", "steps", "lr", "method"]):
+        place, workers, steps, rate, method = key
         share = 100 * (runs.sent_bytes / runs.sent_bytes_of_ddp).mean()
         cells = (mean_and_range(list(losses), 3) for losses in (runs.val_loss_of_ddp, runs.val_loss))
         difference = f"{runs.above.mean():+.1f} % ({', '.join(f'{each:+.1f}' for each in runs.above)})"
-        changed = [*names.values()][place] + (f", density {density:g}" if density else "")
-        rows.append([changed, f"{workers}", f"{steps:,}", f"{rate:g}", f"{share:.2g}", *cells, difference])
+        changed = [*names.values()][place]
+        rows.append([changed, f"{workers}", f"{steps:,}", f"{rate:g}", method, f"{share:.2g}", *cells, difference])
     heads = [
         "changed",
         "workers",
         "steps",
         "rate",
+        "",
         "% of dense bytes",
-        "`ddp`",
-        "topk by default",
+        "loss of `ddp`",
+        "loss",
         "against `ddp`, by seed",
     ]
     return table(heads, rows)
@@ -629,24 +630,18 @@ def confirmation() -> str:
 
 def front_confirmation() -> str:
     """The differences from `ddp` with other settings, in sentences."""
-    found = confirmed()
+    found = confirmed().query("method == @DEFAULT")
     other = found.query("case == 'other text'").above
-
-    def ranges(density: float) -> str:
-        chosen = found.query("case == 'clipped' and density == @density").groupby("workers").above.agg(["min", "max"])
-        parts = []
-        for workers, x in chosen.iterrows():
-            least = f"{x['min']:+.1f} to " if x["min"] < x["max"] else ""
-            parts.append(f"{least}{x['max']:+.1f} % with {workers}")
-        return f"{', '.join(parts[:-1])} and {parts[-1]} workers"
-
+    parts = []
+    for workers, x in found.query("case == 'clipped'").groupby("workers").above.agg(["min", "max"]).iterrows():
+        least = f"{x['min']:+.1f} to " if x["min"] < x["max"] else ""
+        parts.append(f"{least}{x['max']:+.1f} % with {workers}")
     page = "docs/frontier.md#other-text-seeds-and-clipping"
     return (
         f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
-        f" by {other.mean():+.1f} % with another\ntext ({other.size} seeds). Gradients clipped to norm 1 and β₂ = 0.95"
-        f" improve `ddp`. After 1,000 or 3,000 steps, the loss then differed by\n{ranges(0)}. At density 0.0075 it"
-        f" differed by {ranges(0.0075)}\n(one or two seeds). With four workers one seed of `ddp` had a sudden rise of"
-        " its loss.\n"
+        f" by {other.mean():+.1f} % with another\ntext ({other.size} seeds). With gradients clipped to norm 1 and"
+        f" β₂ = 0.95 it differed by {', '.join(parts[:-1])} and {parts[-1]} workers, after 1,000 or 3,000 steps"
+        " (one or two seeds). With four workers one seed of `ddp` had a sudden rise of its loss.\n"
     )
 
 

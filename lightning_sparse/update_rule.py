@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.context import State, StateSpec
 from lightning_sparse.layout import Segment
-from lightning_sparse.momentum import ADAM_LIKE, moments_of
+from lightning_sparse.momentum import ADAM_LIKE, moments_of, second_decay
 from lightning_sparse.options import Overlap, check
 
 OUTER_MOMENTUM = "outer_momentum"
@@ -124,6 +124,9 @@ class UpdateRule:
             text += f"{'paid out and cleared' if self.momentum == 'pay_out' else 'cleared'} at sent entries"
         if rescaled := [optimizer for optimizer in torchs if self.rescales(optimizer, size)]:
             text += f"; updates of {_names(rescaled)} are rescaled by up to √{size}"
+            betas = [group["betas"][1] for optimizer in rescaled for group in optimizer.param_groups]
+            if any(second_decay(beta, size) != beta for beta in betas):
+                text += f", and 1 − β₂ is divided by {size} in their steps"
         others = [optimizer for optimizer in optimizers if moments_of(optimizer) is ADAM_LIKE]
         if any(self.clears_momentum(optimizer, density) or self.rescales(optimizer, size) for optimizer in others):
             text += f"; {_names(others)} is treated like Adam if its state has Adam's exp_avg and exp_avg_sq"

@@ -15,4 +15,4 @@ def test_all_methods_begin_with_the_same_loss():
     found = results.load(results.RESULTS / "confirmation.csv").query("step == 0")
     text, seed = found.case.where(found.case == "other text", "the usual text"), found.seed
     assert (found.groupby([text, seed]).val_loss.nunique() == 1).all()
-    assert (found.groupby([text, seed]).method.nunique() == 2).all()
+    assert (found.groupby([text, seed]).method.nunique() >= 2).all()
