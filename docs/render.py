@@ -639,9 +639,10 @@ def front_confirmation() -> str:
     page = "docs/frontier.md#other-text-seeds-and-clipping"
     return (
         f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
-        f" by {other.mean():+.1f} % with another\ntext ({other.size} seeds). With gradients clipped to norm 1 and"
-        f" β₂ = 0.95 it differed by {', '.join(parts[:-1])} and {parts[-1]} workers, after 1,000 or 3,000 steps"
-        " (one or two seeds). With four workers one seed of `ddp` had a sudden rise of its loss.\n"
+        f" by {other.mean():+.1f} % with another\ntext ({other.size} seeds). Language models are often trained with"
+        " gradients clipped to norm 1 and β₂ = 0.95. After 1,000 or 3,000 steps with them the loss differed by"
+        f" {', '.join(parts[:-1])} and {parts[-1]} workers (one or two seeds)."
+        " With four workers one seed of `ddp` had a sudden rise of its loss.\n"
     )
 
 

@@ -23,8 +23,8 @@ of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) 
 
 v is a mean over about 1/(1 − β₂) steps, and in each step one rank has a P-th of the examples. So while a rank steps,
 1 − β₂ is divided by P (`second_decay`). This is the scaling rule of Adam for smaller batches (Malladi et al. 2022,
-arXiv 2205.10287). Otherwise v follows single examples: with β₂ = 0.95, 20 steps, a rank's steps are too small for
-large, rare gradients, and v shrinks while an entry waits. With torch's β₂ = 0.999 the window is long enough.
+arXiv 2205.10287). Otherwise v follows single examples. With β₂ = 0.95, 20 steps, a rank's steps are then too small
+for large, rare gradients. Also, v shrinks while an entry waits. With torch's β₂ = 0.999 the window is long enough.
 
 In the first steps a gradient contains more signal, and its entries are sent again and again. A payout clears m at
 them, so m̂ lacks signal and f is too large. With eight ranks and high learning rates, training did not recover from

@@ -89,7 +89,7 @@ class UpdateRule:
     def clip_factor(self, size: int) -> float:
         """Return the factor on a threshold for clipping the mean gradient of `size` ranks, to clip that of one rank.
 
-        If noise dominates, the gradient of one rank is √P times as long as the mean of P ranks (Lin et al. 2018, arXiv
+        If noise dominates, the gradient of one rank is longer than the mean of P ranks, by √P (Lin et al. 2018, arXiv
         1712.01887). Rules that do not rescale have the thresholds of their papers: factor 1.
         """
         return math.sqrt(size) if self.rescale and self.local_steps == 1 else 1.0

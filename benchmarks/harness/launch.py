@@ -184,7 +184,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it ends, see `launch`."""
+    """End this process together with the process of `launch`."""
     sys.stdin.read()
     os._exit(1)
 

@@ -16,7 +16,6 @@ is awaited at the next exchange of the same optimizer, or by `complete`.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -31,7 +30,6 @@ from lightning_sparse._compat import parameters_by_name
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.comm.peers import JOIN_SECONDS
 from lightning_sparse.comm.worker import Worker
-from lightning_sparse.momentum import second_decay
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import check_all_sharded, is_frozen, like, local, locals_of, reshard
@@ -39,6 +37,7 @@ from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.node import average_gradients_
 from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
 from lightning_sparse.updates.segment import UpdateSegment
+from lightning_sparse.updates.windows import Windows
 
 
 class DeltaExchange:
@@ -76,13 +75,9 @@ class DeltaExchange:
         self._expect_later(model)
         self._lay_out(weights, optimizer_of)
         self._begun: set[Optimizer] = set()
-        self._betas: dict[Optimizer, list[tuple[dict[str, Any], Any]]] = {}  # of each group, while it has others
         self._new: list[str] = []  # parameters to broadcast from rank 0 after their first exchange
         self._futures: list[Future[Any]] = []  # of the exchange that the worker runs
-        self._hooks: list[Any] = []
-        for optimizer in optimizers:  # a checkpoint may be saved after an error within a step
-            with contextlib.suppress(AttributeError):  # of a wrapper that does not call torch's constructor
-                self._hooks.append(optimizer.register_state_dict_pre_hook(self.restore_betas))
+        self._windows = Windows(optimizers)
 
     def _expect_later(self, model: nn.Module) -> None:
         self._by_name = parameters_by_name(model)
@@ -200,17 +195,8 @@ class DeltaExchange:
         self._write_stale()
         for each in self.of(optimizer):
             each.take_weights(unless=unless)
-        self.restore_betas(optimizer)  # after a step that an error has ended
-        workers = self._reducer.workers
-        if stepping and self._rule.rescales(optimizer, workers):
-            self._betas[optimizer] = [(group, group["betas"]) for group in optimizer.param_groups]
-            for group, (beta, beta_of_second) in self._betas[optimizer]:
-                group["betas"] = beta, second_decay(beta_of_second, workers)
-
-    def restore_betas(self, optimizer: Optimizer) -> None:
-        """Give an optimizer its own betas back. From `begin` to the end of the exchange it has those for one rank."""
-        for group, betas in self._betas.pop(optimizer, ()):
-            group["betas"] = betas
+        if stepping and self._rule.rescales(optimizer, self._reducer.workers):
+            self._windows.lengthen(optimizer, self._reducer.workers)
 
     @torch.no_grad()
     def begin_last_step(self, optimizer: Optimizer) -> None:
@@ -330,7 +316,7 @@ class DeltaExchange:
                 self._futures = [Future()]
                 self._futures[0].set_exception(RuntimeError("An exchange of updates was interrupted as it began."))
             raise
-        self.restore_betas(optimizer)
+        self._windows.restore(optimizer)
         self._reducer.finish_step()
         if self._rule.delayed and self._new:
             self.complete()  # not while another thread exchanges
@@ -366,7 +352,7 @@ class DeltaExchange:
         except BaseException:
             self._restore(self.of(optimizer))
             raise
-        self.restore_betas(optimizer)
+        self._windows.restore(optimizer)
         self._reducer.finish_step()
 
     @torch.no_grad()
@@ -451,8 +437,7 @@ class DeltaExchange:
     def close(self) -> bool:
         """End the worker; return whether its exchange has ended without an error."""
         ended = self.ends_soon()
-        for hook in self._hooks:
-            hook.remove()
+        self._windows.close()
         self._worker.end()
         return ended
 
@@ -466,8 +451,7 @@ class DeltaExchange:
 
         Optimizers get their betas back.
         """
-        for optimizer in self._optimizers:
-            self.restore_betas(optimizer)
+        self._windows.restore(*self._optimizers)
         pending = [each for each in self.segments if each.ahead is not None]
         for each in (*segments, *(each for each in pending if each not in segments)):
             each.restore_()

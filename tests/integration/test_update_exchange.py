@@ -451,7 +451,7 @@ class ClipsElements(ClipsItself):
     ],
 )
 def test_thresholds_for_clipping_are_of_the_mean_gradient(own, options, strategy):
-    """The gradient of one of two ranks is up to √2 times as long as the mean, so its threshold is √2 times as large."""
+    """The gradient of one of two ranks is longer than the mean, by up to √2. So the threshold is larger by √2."""
 
     def run(rank: int) -> list[Any]:
         ours = {"exchange": "update", **strategy}
