@@ -619,7 +619,7 @@ def confirmation() -> str:
         "workers",
         "steps",
         "rate",
-        "",
+        "method",
         "% of dense bytes",
         "loss of `ddp`",
         "loss",

@@ -28,8 +28,9 @@ class UpdateRule:
         momentum: treatment of the optimizer's momentum at sent entries. "pay_out": momentum payout if
             density · H < 1 − β, see `lightning_sparse.momentum`. "mask": the momentum is cleared (momentum factor
             masking, Lin et al. 2018). "keep": the momentum stays.
-        rescale: whether updates are rescaled, by up to √P, to the size of updates in dense training. The optimizer of
-            dense training gets the mean gradient of all ranks. See `lightning_sparse.momentum`.
+        rescale: whether updates are rescaled, by up to √P, to the size of updates in dense training, and β₂ is larger
+            while ranks step. The optimizer of dense training gets the mean gradient of all ranks. See
+            `lightning_sparse.momentum`.
         outer_lr: factor on the mean of the updates.
         outer_momentum: μ, Nesterov momentum of the means, equal on all ranks (DiLoCo, Douillard et al. 2023, arXiv
             2311.08105). With m ← μm + mean, weights change by outer_lr · (mean + μm).
@@ -90,9 +91,9 @@ class UpdateRule:
         """Return the factor on a threshold for clipping the mean gradient of `size` ranks, to clip that of one rank.
 
         If noise dominates, the gradient of one rank is longer than the mean of P ranks, by √P (Lin et al. 2018, arXiv
-        1712.01887). Rules that do not rescale have the thresholds of their papers: factor 1.
+        1712.01887). Methods with local steps clip as their papers do: factor 1.
         """
-        return math.sqrt(size) if self.rescale and self.local_steps == 1 else 1.0
+        return math.sqrt(size) if self.local_steps == 1 else 1.0
 
     def clears_momentum(self, optimizer: Optimizer, density: float | None) -> bool:
         """Return whether to clear the optimizer's momentum at sent entries; `density` None means no residual."""
@@ -124,12 +125,13 @@ class UpdateRule:
             text += f"{'paid out and cleared' if self.momentum == 'pay_out' else 'cleared'} at sent entries"
         if rescaled := [optimizer for optimizer in torchs if self.rescales(optimizer, size)]:
             text += f"; updates of {_names(rescaled)} are rescaled by up to √{size}"
-            betas = [group["betas"][1] for optimizer in rescaled for group in optimizer.param_groups]
-            if any(second_decay(beta, size) != beta for beta in betas):
-                text += f", and 1 − β₂ is divided by {size} in their steps"
         others = [optimizer for optimizer in optimizers if moments_of(optimizer) is ADAM_LIKE]
         if any(self.clears_momentum(optimizer, density) or self.rescales(optimizer, size) for optimizer in others):
             text += f"; {_names(others)} is treated like Adam if its state has Adam's exp_avg and exp_avg_sq"
+        lengthened = [optimizer for optimizer in optimizers if self.rescales(optimizer, size)]
+        betas = {float(group["betas"][1]) for optimizer in lengthened for group in optimizer.param_groups}
+        if longer := [f"{second_decay(beta, size):g}" for beta in sorted(betas) if second_decay(beta, size) != beta]:
+            text += f"; while a {worker} steps, β₂ is {' or '.join(longer)}"
         unknown = [optimizer for optimizer in optimizers if moments_of(optimizer) is None]
         if unknown and self.momentum != "keep" and density is not None:
             text += f"; momentum of {_names(unknown)} is unchanged, because its place in the state is unknown"

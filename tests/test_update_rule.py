@@ -286,9 +286,9 @@ def test_what_cannot_be_rescaled_is_not(betas, every):
 
 
 def test_thresholds_for_clipping_grow_with_the_root_of_the_ranks():
-    """√P, by which the noise of one rank exceeds that of the mean; rules of other papers clip as these do."""
+    """√P, by which the noise of one rank exceeds that of the mean; methods with local steps clip as their papers do."""
     assert [UpdateRule().clip_factor(size) for size in (1, 4, 9)] == [1, 2, 3]
-    others = [UpdateRule(rescale=False), UpdateRule(local_steps=2), *(METHODS[name].update_rule for name in LOCAL)]
+    others = [UpdateRule(local_steps=2), *(METHODS[name].update_rule for name in LOCAL)]
     assert {rule.clip_factor(4) for rule in others} == {1}
 
 
@@ -328,6 +328,32 @@ def test_windows_are_longer_during_a_step(rule, expected):
         assert kept
         assert saved_kept
         assert abandoned
+
+
+def test_code_within_a_step_sees_long_windows_and_may_write_its_own_betas():
+    """A saved state has the optimizer's own betas, and the step goes on with the others. A close restores them."""
+
+    def rank(comm: Comm) -> list[Any]:
+        net = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1, betas=(0.9, 0.95))
+        updates = exchanged_once(comm, net, optimizer, UpdateRule())
+        assert "while a rank steps, β₂ is 0.9875" in updates.note
+        found = []
+        for written in (None, (0.8, 0.97)):
+            updates.begin(optimizer)
+            found += [optimizer.state_dict()["param_groups"][0]["betas"], optimizer.param_groups[0]["betas"]]
+            if written:
+                optimizer.param_groups[0]["betas"] = written
+            optimizer.step()
+            updates.exchange(optimizer)
+            found.append(optimizer.param_groups[0]["betas"])
+        updates.begin(optimizer)
+        updates.close()
+        return [*found, optimizer.param_groups[0]["betas"], optimizer.state_dict()["param_groups"][0]["betas"]]
+
+    own, longer = (0.9, 0.95), (0.9, pytest.approx(0.9875))
+    expected = [own, longer, own, own, longer, (0.8, 0.97), (0.8, 0.97), (0.8, 0.97)]
+    assert simulate(4, rank) == [expected] * 4
 
 
 def test_momentum_of_0_is_not_paid_out():

@@ -364,6 +364,11 @@ class UpdateExchanger(Exchanger):
             raise
         self.phase, steps.averaged = before, True
 
+    def number_of_gradients(self, optimizer: Any) -> int:
+        """Return the number of ranks, or of nodes if the ranks of a node have averaged an optimizer's gradients."""
+        steps = self._steps.get(self._attached(optimizer))
+        return self.reducer.workers if steps is not None and steps.averaged else self.comm.size
+
     def _take_gradients(self, optimizer: Optimizer) -> None:
         """Average gradients as a step begins. The next evaluation of its closure makes others."""
         self.average_gradients(optimizer)

@@ -173,7 +173,7 @@ class SparseStrategy(Mixin):  # type: ignore[misc]
         if what == "update" and clip_norm is not None and self.scaler is not None:
             raise ValueError(
                 f"clip_norm={clip_norm:g} with updates and precision='16-mixed': {self._clipping} instead, which clips "
-                f"each rank's own gradient after it was unscaled."
+                f"each rank's own gradient after it was unscaled, at √P times the threshold that you give."
             )
         return self._options.with_nodes(self.num_processes), what, why
 

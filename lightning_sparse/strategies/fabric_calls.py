@@ -240,7 +240,7 @@ class FabricCalls(Mixin):  # type: ignore[misc]
 
     def _threshold(self, optimizer: Any, given: float) -> float:
         training = self._training_of(optimizer)
-        return training.threshold(given) if isinstance(training, UpdateTraining) else given
+        return given if training is None else training.threshold(optimizer, given)
 
     def _check_waiting(self, optimizer: Any) -> None:
         """Raise ValueError if an optimizer steps while its model waits for optimizers of the other parameters."""

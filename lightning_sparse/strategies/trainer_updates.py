@@ -33,7 +33,8 @@ class TrainerUpdates(UpdateTraining):
         found = exchanger.reducer.method
         self.note = "" if found.delayed else f" They are exchanged {when}."
         self._precision = strategy.precision_plugin
-        self._precision.clip_gradients = partial(self._clip, self._precision.clip_gradients)
+        self._clip_before = vars(self._precision).get("clip_gradients")
+        self._precision.clip_gradients = partial(self.clip, self._precision.clip_gradients)
         self._first_callback = self._call_before_callbacks() if found.local_steps > 1 or found.delayed else None
 
     @property
@@ -59,9 +60,6 @@ class TrainerUpdates(UpdateTraining):
             self.exchanger.average_gradients(optimizer)
         return result
 
-    def _clip(self, clip: Callable[..., None], optimizer: Optimizer, clip_val: float = 0.0, *args: Any) -> None:
-        clip(optimizer, self.threshold(clip_val), *args)
-
     def _call_before_callbacks(self) -> Any:
         """Add a callback that exchanges pending updates before other callbacks swap, average or prune weights.
 
@@ -74,8 +72,11 @@ class TrainerUpdates(UpdateTraining):
         return first
 
     def close(self) -> None:
+        if self._clip_before is None:
+            self._precision.__dict__.pop("clip_gradients", None)
+        else:
+            self._precision.clip_gradients = self._clip_before
         super().close()
-        self._precision.__dict__.pop("clip_gradients", None)
         if self._first_callback is not None and self._first_callback in self._trainer.callbacks:
             self._trainer.callbacks.remove(self._first_callback)
 

@@ -54,6 +54,14 @@ class Training:
         """
         return step(closure)
 
+    def threshold(self, optimizer: Any, given: float) -> float:
+        """Return the threshold for clipping an optimizer's gradient, from one for the mean gradient of all ranks."""
+        return given
+
+    def clip(self, clip: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        """Clip by `clip`, Lightning's function, at a threshold for the mean gradient of all ranks."""
+        clip(optimizer, self.threshold(optimizer, clip_val), *args, **kwargs)
+
     def exchange_pending(self, *_: Any) -> None:
         """Exchange the updates of steps that have not been exchanged. Then weights are equal on all ranks."""
 

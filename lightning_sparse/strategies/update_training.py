@@ -32,19 +32,18 @@ class UpdateTraining(Training):
         self._strategy, self.exchanger, self.optimizers = strategy, exchanger, exchanger.optimizers
         options = strategy._options.reducer
         checks = options.clip_norm is not None or (options.on_nonfinite == "skip" and not strategy.scaler)
-        # Hooks, because manual optimization may step raw optimizers.
         self._says_threshold = strategy.is_global_zero
+        # Hooks, because manual optimization may step raw optimizers.
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self.optimizers if checks]
 
-    def threshold(self, given: float) -> float:
-        """Return the threshold to clip the gradient of one worker, from one for the mean gradient of all workers."""
-        reducer = self.exchanger.reducer
-        result = given * reducer.method.rule.clip_factor(reducer.workers)
+    def threshold(self, optimizer: Any, given: float) -> float:
+        ranks = self.exchanger.number_of_gradients(optimizer)
+        result = given * self.exchanger.reducer.method.rule.clip_factor(ranks)
         if result != given and self._says_threshold:
             self._says_threshold = False
             self._strategy.inform(
-                f"Each worker clips its own gradient at {result:g} in place of {given:g}, because it is longer than "
-                f"the mean of all {reducer.workers}: by √{reducer.workers} if noise dominates."
+                f"Each rank clips its gradient at {result:g} in place of {given:g}, because it is longer than the mean "
+                f"of the {ranks} gradients: by √{ranks} if noise dominates."
             )
         return result
 

@@ -19,24 +19,31 @@ class Windows:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._betas: dict[Optimizer, list[tuple[dict[str, Any], Any]]] = {}  # of each parameter group
+        self._betas: dict[Optimizer, list[tuple[dict[str, Any], Any, Any]]] = {}  # group, its betas, and the others
         self._hooks: list[Any] = []
-        for optimizer in optimizers:  # a checkpoint may be saved after an error within a step
+        for optimizer in optimizers:  # a checkpoint may be saved within a step, or after an error in it
             with contextlib.suppress(AttributeError):  # of a wrapper that does not call torch's constructor
-                self._hooks.append(optimizer.register_state_dict_pre_hook(self.restore))
+                self._hooks.append(optimizer.register_state_dict_post_hook(self._save))
 
     def lengthen(self, optimizer: Optimizer, size: int) -> None:
         """Give an optimizer the β₂ for gradients of one of `size` ranks, until `restore`."""
         self.restore(optimizer)  # after a step that an error has ended
-        self._betas[optimizer] = [(group, group["betas"]) for group in optimizer.param_groups]
-        for group, (beta, beta_of_second) in self._betas[optimizer]:
-            group["betas"] = beta, second_decay(beta_of_second, size)
+        given = [(group, group["betas"]) for group in optimizer.param_groups]
+        self._betas[optimizer] = [(x, betas, (betas[0], second_decay(betas[1], size))) for x, betas in given]
+        for group, _, longer in self._betas[optimizer]:
+            group["betas"] = longer
 
     def restore(self, *optimizers: Optimizer) -> None:
-        """Give optimizers their own betas back."""
+        """Give optimizers their own betas back, except to a group that has got new ones since `lengthen`."""
         for optimizer in optimizers:
-            for group, betas in self._betas.pop(optimizer, ()):
-                group["betas"] = betas
+            for group, betas, longer in self._betas.pop(optimizer, ()):
+                if group["betas"] is longer:
+                    group["betas"] = betas
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for saved, (_, betas, longer) in zip(state["param_groups"], self._betas.get(optimizer, ()), strict=False):
+            if saved["betas"] is longer:
+                saved["betas"] = betas
 
     def close(self) -> None:
         """Give all optimizers their own betas back, and leave them."""

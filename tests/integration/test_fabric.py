@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import os
 import pickle
 import sys
@@ -819,6 +820,30 @@ def test_a_scaler_of_one_of_several_models_is_an_error():
     for kind, text, _ in lightning_ranks(2, run):
         assert kind == "RuntimeError"
         assert "A GradScaler of your own is not supported while several models train" in text
+
+
+@full
+def test_on_a_node_each_device_clips_its_own_gradient():
+    """Before the step, the two ranks of the only node have not averaged their gradients: the factor is √2."""
+
+    def run(rank: int) -> Any:
+        told, norms = list[str](), []
+        fabric = launched(sparse(hierarchical=True, exchange="update"))
+        fabric.strategy.inform = told.append
+        module = net("update")
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+        for batch in Loader(rank, 2):
+            fabric.backward(model.training_step(batch, 0))
+            fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+            norms.append(nn.utils.get_total_norm([x.grad for x in module.parameters()]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, told
+
+    (norms, told), (others, silent) = lightning_ranks(2, run)
+    assert [*norms, *others] == pytest.approx([1e-3 * math.sqrt(2)] * len([*norms, *others]), rel=1e-3)  # norm + 1e-6
+    assert [("0.00141421 in place of 0.001" in text) for text in told if "clips" in text] == [True]
+    assert not any("clips" in text for text in silent)
 
 
 def test_clip_norm_with_a_scaler_points_to_clip_gradients():

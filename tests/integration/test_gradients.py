@@ -567,6 +567,8 @@ class Copies(Net):
         for part in (self, self.trainer.model, self.trainer.strategy, optimizer):
             copy.deepcopy(part)
             torch.save(part, io.BytesIO())
+        copied = copy.deepcopy(self.trainer.strategy).precision_plugin
+        copied.clip_gradients(optimizer, clip_val=0.0, gradient_clip_algorithm="norm")
 
 
 @full

@@ -434,29 +434,55 @@ class ClipsItself(Net):
         nn.utils.clip_grad_norm_(self.parameters(), 0.1 * math.sqrt(2))
 
 
+class ClipsManually(Net):
+    """Clips in manual optimization, by Lightning's function."""
+
+    own = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        if self.own:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1 * math.sqrt(2))
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class ClipsManuallyItself(ClipsManually):
+    own = True
+
+
 class ClipsElements(ClipsItself):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         nn.utils.clip_grad_value_(self.parameters(), 0.01 * math.sqrt(2))
 
 
 @pytest.mark.parametrize(
-    ("own", "options", "strategy"),
+    ("net", "own", "options", "strategy"),
     [
-        (ClipsItself, {"gradient_clip_val": 0.1}, {}),
+        (Net, ClipsItself, {"gradient_clip_val": 0.1}, {}),
         *in_full(
-            (ClipsElements, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
-            (ClipsItself, {"gradient_clip_val": 0.1}, {"overlap": "next_step"}),
-            (ClipsItself, {"gradient_clip_val": 0.1}, {"method": "dense", "density": None}),
+            (Net, ClipsElements, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+            (Net, ClipsItself, {"gradient_clip_val": 0.1}, {"overlap": "next_step"}),
+            (Net, ClipsItself, {"gradient_clip_val": 0.1}, {"method": "dense", "density": None}),
+            (Net, ClipsItself, {"gradient_clip_val": 0.1}, {"method": "memsgd"}),
+            (ClipsManually, ClipsManuallyItself, {}, {}),
         ),
     ],
 )
-def test_thresholds_for_clipping_are_of_the_mean_gradient(own, options, strategy):
+def test_thresholds_for_clipping_are_of_the_mean_gradient(net, own, options, strategy):
     """The gradient of one of two ranks is longer than the mean, by up to √2. So the threshold is larger by √2."""
 
     def run(rank: int) -> list[Any]:
         ours = {"exchange": "update", **strategy}
-        by_hand = partial(own, torch.optim.AdamW, lr=0.01)
-        fits = [fit(rank, AdamNet, ours, **options), fit(rank, by_hand, ours), fit(rank, AdamNet, ours)]
+        clipped, by_hand = (partial(each, torch.optim.AdamW, lr=0.01) for each in (net, own))
+        fits = [fit(rank, clipped, ours, **options), fit(rank, by_hand, ours), fit(rank, AdamNet, ours)]
         return [found["weights"] for found in fits]
 
     for clipped, by_hand, not_clipped in lightning_ranks(2, run):
