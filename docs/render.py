@@ -640,8 +640,8 @@ def front_confirmation() -> str:
     return (
         f"The default was chosen with this text and these seeds. [Elsewhere]({page}), the loss of two workers differed"
         f" by {other.mean():+.1f} % with another\ntext ({other.size} seeds). Language models are often trained with"
-        " gradients clipped to norm 1 and β₂ = 0.95. After 1,000 or 3,000 steps with them the loss differed by"
-        f" {', '.join(parts[:-1])} and {parts[-1]} workers (one or two seeds)."
+        " gradients clipped to norm 1 and β₂ = 0.95. Then the differences were"
+        f" {', '.join(parts[:-1])} and {parts[-1]} workers. These are one or two seeds, and 1,000 or 3,000 steps."
         " With four workers one seed of `ddp` had a sudden rise of its loss.\n"
     )
 

@@ -7,7 +7,7 @@ TRAINED = {
 """Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
 
 The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
-(`language.csv`, `comparison_gpt_adamw.csv`), also if gradients were clipped and β₂ was 0.95 (`confirmation.csv`). With
+(`language.csv`, `comparison_gpt_adamw.csv`). This includes clipped gradients and β₂ = 0.95 (`confirmation.csv`). With
 SGD the same holds for quantizers
 (`comparison_gpt_sgd.csv`). Sparse gradients ended higher there. No other method is recommended. A node whose ranks
 average gradients is one worker: two nodes of eight ranks ended 1.5 % higher, and eight of two 1.9 % (`frontier.csv`).
