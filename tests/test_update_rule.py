@@ -331,7 +331,7 @@ def test_windows_are_longer_during_a_step(rule, expected):
 
 
 def test_code_within_a_step_sees_long_windows_and_may_write_its_own_betas():
-    """A saved state has the optimizer's own betas, and the step goes on with long windows. A close restores them."""
+    """A saved state has the optimizer's own betas, and the step keeps the long windows. A close restores the betas."""
 
     def rank(comm: Comm) -> list[Any]:
         net = torch.nn.Linear(1, 1, bias=False)
