@@ -13,7 +13,6 @@ Each training has the GPT, the schedule and the processes of `benchmarks.languag
 """
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +84,8 @@ def work(job: Row) -> None:
     model = GPT(LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), run.lr, (0.9, case.beta2))
     wrapped = CONTESTANTS[run.method].wrap(model, Options(), optimizer)
-
-    largest = case.clip_norm * (1.0 if run.method == "ddp" else math.sqrt(run.workers))
+    reducer = wrapped.reducer
+    largest = case.clip_norm * (1.0 if reducer is None else reducer.method.rule.clip_factor(run.workers))
 
     def clip(*_: Any) -> None:
         clip_grad_norm_(model.parameters(), largest)

@@ -51,7 +51,7 @@ from lightning_sparse.layout import Segment
 
 State = Mapping[str, Any]
 LONGEST = 0.999
-"""The decay of the second moment from which on a rank's window is not longer than that of dense training."""
+"""The largest β₂ that `second_decay` makes: a window of 1,000 steps."""
 
 
 class Moments(NamedTuple):
@@ -309,7 +309,7 @@ def moments_of(optimizer: Optimizer) -> Moments | None:
 
 
 def second_decay(beta: Any, size: int) -> Any:
-    """Return β₂ for the gradients of one of `size` ranks: 1 − (1 − β₂)/P, but at most β₂ or `LONGEST`.
+    """Return β₂ for the gradients of one of `size` ranks: 1 − (1 − β₂)/P, at most `LONGEST`. A larger β₂ stays.
 
     Args:
         beta: β₂ for dense training, a number or a scalar tensor.
