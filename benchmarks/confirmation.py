@@ -72,7 +72,7 @@ TRIED += [
     for name in ("ddp", DEFAULT)
 ]
 """The file also contains other trainings. In an earlier version, ranks clipped at the norm 1 and had the given β₂. With
-"factor 1.4", updates were rescaled by 1.4 in place of the estimated factor."""
+"factor from moments", each rank estimated the share of signal in its gradients from its two moments."""
 
 
 def work(job: Row) -> None:

@@ -208,7 +208,6 @@ class Idea(NamedTuple):
 
 
 ROOT = Variant(rule=UpdateRule(rescale=False), root=True)
-AT_ONCE = "2-bit values, warm-up, rescaled in full at once"
 PREPAID = "2-bit values, warm-up, momentum paid in advance"
 SHARED = "values of all ranks at every selected entry, 2-bit values, warm-up"
 TWICE = "two passes, the second {} times as dense, 2-bit values, warm-up"
@@ -221,7 +220,6 @@ IDEAS: dict[str, Idea | None] = {
     "4-bit values, warm-up": Idea(value_format="int4", warmup=WARMED),
     "2-bit values, warm-up": Idea(warmup=WARMED),
     "1-bit values, warm-up": Idea(OneBit, warmup=WARMED),
-    AT_ONCE: Idea(warmup=WARMED, variant=Variant(at_once=True)),
     PREPAID: Idea(warmup=WARMED, variant=Variant(cleared=False), memory=Prepaid()),
     "2-bit values, warm-up, √P": Idea(warmup=WARMED, variant=ROOT),
     "1-bit values, √P": Idea(OneBit, variant=ROOT),
@@ -322,7 +320,7 @@ TRIED = [
             0.003,
             [TWICE.format(second) for second in (3, 8)],
         ),
-        (8, 300, 0.008, [0], round(update_density(8), 9), [AT_ONCE, "2-bit values, warm-up"]),
+        (8, 300, 0.008, [0], round(update_density(8), 9), ["2-bit values, warm-up"]),
         (4, 1000, 0.004, [0], 0.003, [PREPAID, "2-bit values, warm-up"]),
         (8, 1000, 0.004, [0], round(update_density(8), 9), [PREPAID, "2-bit values, warm-up"]),
         (8, 300, 0.004, [0], 0.0015, [SHARED, "2-bit values, warm-up"]),

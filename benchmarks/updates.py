@@ -97,7 +97,6 @@ class Variant(NamedTuple):
     beta1: float = 0.9
     root: bool = False  # multiply each rank's update by √P
     payout: float | None = 1.0  # share of the unspent momentum in the payout; None: rescaled like the update
-    at_once: bool = False  # rescale in full from the first step
     cleared: bool = True  # clear the momentum of sent entries
     pays_always: bool = False  # use momentum payout at any density, and with any number of local steps
     weight_decay: float = 0.01
@@ -234,16 +233,14 @@ class TrialSegment(UpdateSegment):
                 return payout and replace(payout, factors=None)
             return replace(payout, coefficients=payout.coefficients * share)
 
-        def recorded(size: int) -> Any:
-            found = rescaling(size)
+        def recorded(excess: Tensor) -> Any:
+            found = rescaling(excess)
             if found and self._reducer.comm.rank == 0:
                 self.factors.append(float(found[0].mean()))
             return found
 
         if not self.variant.cleared:
             moments.clear_ = lambda applied: None  # type: ignore[method-assign]
-        if self.variant.at_once:
-            moments.settled = 1
         moments.payout, moments.rescaling = varied, recorded  # type: ignore[method-assign]
         return moments
 

@@ -17,25 +17,21 @@ batch has P times the variance of the mean over P ranks. If noise dominates, a r
 training. Its updates are then too small by √P, and a learning rate for dense training is too low.
 
 Let q be the fraction of v that is signal. The mean gradient would have the second moment (q + (1 − q)/P) v. So deltas
-are multiplied by f = 1/√(q + (1 − q)/P), one f per parameter. Adam's bias-corrected moments m̂ and v̂ give an estimate
-of q. All of the signal is in m̂, and a fraction c = (1 − β₁)/(1 + β₁) of the variance of the noise:
-Σm̂² = (q + (1 − q)c) Σv̂.
+are multiplied by f = 1/√(q + (1 − q)/P), one f per segment. Ranks find q by comparing gradients, see
+`lightning_sparse.updates.signal_share`.
 
 v is a mean over about 1/(1 − β₂) steps, and in each step one rank has a P-th of the examples. So while a rank steps,
 1 − β₂ is divided by P (`second_decay`). This is the scaling rule of Adam for smaller batches (Malladi et al. 2022,
 arXiv 2205.10287). Otherwise v follows single examples. With β₂ = 0.95, 20 steps, a rank's steps are then too small
 for large, rare gradients. Also, v shrinks while an entry waits. With torch's β₂ = 0.999 the window is long enough.
-
-In the first steps a gradient contains more signal, and its entries are sent again and again. A payout clears m at
-them, so m̂ lacks signal and f is too large. With eight ranks and high learning rates, training did not recover from
-these steps. So f begins at 1: 1 − q is multiplied by t/50 in the first 50 steps of a parameter.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +41,6 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors.base import Entries
 from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.kernels.payout import Payout
-from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_
 from lightning_sparse.layout import Segment
 
@@ -87,9 +82,6 @@ class SegmentMoments:
         dtype: the dtype of the weights.
     """
 
-    settled = 50
-    """Number of steps of a parameter after which its estimate of q counts in full."""
-
     def __init__(
         self,
         segment: Segment,
@@ -114,35 +106,47 @@ class SegmentMoments:
     def _is_empty(self) -> bool:
         return all(moment is None for moment in self._first)
 
-    def rescaling(self, size: int) -> tuple[Tensor, Tensor] | None:
+    def sample(self, grads: Sequence[Tensor | None], indices: Sequence[int]) -> Tensor:
+        """Return g/√v at some elements, 1-D bf16: 0 without a gradient or without moments, NaN if the step was skipped.
+
+        Args:
+            grads: the gradient of each parameter, in the segment's order.
+            indices: indices of elements of the segment, ascending.
+        """
+        bounds, second = self._segment.bounds, self._kind.second or ""
+        own = [index - bounds[bisect_right(bounds, index) - 1] for index in indices]  # index in the parameter
+        places = to_device(torch.tensor(own, device="cpu"), self._device)
+        g, v = torch.zeros(2, len(indices), dtype=torch.float32, device=self._device)
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            first, last = bisect_left(indices, start), bisect_left(indices, stop)
+            grad, chosen = grads[number], places[first:last]
+            if first < last and grad is not None and self._first[number] is not None:
+                g[first:last] = grad.reshape(-1)[chosen]
+                v[first:last] = self._states[number][second].reshape(-1)[chosen]
+        u = torch.where(v == 0, 0.0, g * v.rsqrt())
+        if self._skipped is not None:
+            u = torch.where(self._skipped > 0, math.nan, u)
+        return u.bfloat16()
+
+    def rescaling(self, excess: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the factors that rescale the segment's deltas.
 
         Decoupled weight decay is not rescaled, because it has no noise. Parameters without a step get a factor of 1.
 
         Args:
-            size: P, the number of ranks.
+            excess: f − 1, an fp32 scalar on the parameters' device.
 
         Returns:
-            f = 1/√(q + (1 − q)/P) and r = (1 − f) · rate · weight decay of each parameter, 1-D fp32, on the
-            parameters' device. The delta c of weights w becomes f·c + r·w. None if there are no moments yet.
+            f and r = (1 − f) · rate · weight decay of each parameter, 1-D fp32, on the parameters' device. The delta c
+            of weights w becomes f·c + r·w. None if there are no moments yet.
         """
         if self._is_empty:
             return None
-
-        def rows(group: State, find_steps: Callable[[], Tensor]) -> tuple[Any, ...]:
-            (beta, beta_of_second), steps = group["betas"], find_steps()
-            corrections = _correction(beta, steps), _correction(beta_of_second, steps)
-            return *corrections, (1 - beta) / (1 + beta), _decay(group, self._dtype), steps
-
-        pairs = zip(self._states, self._first, strict=True)
-        second = _flat(None if m is None else state[self._kind.second or ""] for state, m in pairs)
-        numbers = self._per_parameter(rows, without=(1.0, 1.0, 0.0, 0.0, 0.0))
-        factors, decay_terms = rescaling(self._flat_first, second, self._segment.bounds, numbers, size, self.settled)
-        if self._skipped is not None:  # without moments the factors may be NaN
-            factors = torch.where(self._skipped > 0, 1.0, factors)
-            decay_terms = torch.where(self._skipped > 0, 0.0, decay_terms)
-        self._factors = factors
-        return factors, decay_terms
+        numbers = self._per_parameter(lambda group: (1.0, -_decay(group, self._dtype)), without=(0.0, 0.0))
+        if self._skipped is not None:
+            numbers = torch.where(self._skipped > 0, 0.0, numbers)
+        self._factors, decay_terms = numbers * excess
+        return self._factors.add_(1), decay_terms
 
     def payout(self, weights: Sequence[Tensor], before_last: Sequence[Tensor] | None = None) -> Payout | None:
         """Return the unspent momentum of the segment, in terms of its deltas; None if there is none yet.
@@ -159,12 +163,12 @@ class SegmentMoments:
         if self._kind.unspent is not None and any(group.get("nesterov", True) for group in self._groups):
             # From the moments: independent of the deltas, and not rescaled.
             references, factors = self._from_moments(self._kind.unspent, weights), None
-            rows: Callable[..., Sequence[Any]] = lambda *_: (0.0, 1.0)  # noqa: E731
+            rows: Callable[[State], Sequence[Any]] = lambda _: (0.0, 1.0)  # noqa: E731
         else:
             decays = any(map(_decays, self._groups))
             references = before_last if before_last is not None else weights if decays else None
 
-            def rows(group: State, find_steps: Callable[[], Tensor]) -> Sequence[Any]:
+            def rows(group: State) -> Sequence[Any]:
                 beta = self._kind.beta(group)
                 unspent = beta / (1 - beta)
                 return unspent, -unspent * (_decay(group, self._dtype) if before_last is None else 1.0)
@@ -192,15 +196,13 @@ class SegmentMoments:
             if moment is not None and cleared is not None and not moment.is_contiguous():
                 moment.copy_(cleared.view(moment.shape))
 
-    def _per_parameter(self, rows: Callable[..., Sequence[Any]], without: Sequence[float]) -> Tensor:
+    def _per_parameter(self, rows: Callable[[State], Sequence[Any]], without: Sequence[float]) -> Tensor:
         """Return numbers for each parameter, (rows, parameters), fp32, on the parameters' device.
 
-        They are computed for all parameters of a group at once. The step counts may be on the device, and each
-        operation there is a launch.
+        They are computed for all parameters of a group at once, because an operation on the device is a launch.
 
         Args:
-            rows: called once per parameter group, with the group and a function that returns the step counts of its
-                parameters, 1-D. It returns the rows; a row is one number, or one number per parameter.
+            rows: called once per parameter group, with the group. It returns the rows, each of one number.
             without: the rows for parameters without momentum.
         """
         of_group: dict[int | None, list[int]] = {}
@@ -208,7 +210,7 @@ class SegmentMoments:
             of_group.setdefault(None if moment is None else id(group), []).append(index)
         made: list[Sequence[Any]] = []
         for key, indices in of_group.items():
-            made.append(without if key is None else rows(self._groups[indices[0]], partial(self._steps, indices)))
+            made.append(without if key is None else rows(self._groups[indices[0]]))
         device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
         parts = [
             [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
@@ -219,14 +221,6 @@ class SegmentMoments:
             places = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device="cpu")
             numbers = numbers.index_select(1, to_device(places, numbers.device))
         return to_device(numbers, self._device)
-
-    def _steps(self, indices: Sequence[int]) -> Tensor:
-        """Return the step counts of some parameters of a group, 1-D: infinity if the optimizer keeps no count."""
-        group = self._groups[indices[0]]
-        of_group = group.get("step", math.inf)  # the place of Apex, DeepSpeed and pytorch-optimizer
-        steps = _stack_scalars([self._states[index].get("step", of_group) for index in indices])
-        numbers = group.get("lr"), *group.get("betas", ())
-        return to_device(steps, self._device) if any(map(_on_device, numbers)) else steps
 
 
 def last_step_references(
@@ -265,33 +259,15 @@ def _on_device(x: Any) -> bool:
 
 
 def _row(x: Any, count: int, device: torch.device) -> Tensor:
-    """Return a number, or several numbers, as `count` fp32 numbers on the device."""
-    if isinstance(x, Tensor) and (x.dim() or x.device == device):
-        return to_device(x.float(), device).expand(count)
+    """Return a number, or a scalar, as `count` fp32 numbers on the device."""
+    if isinstance(x, Tensor) and x.device == device:
+        return x.float().expand(count)
     return torch.full((count,), float(x), dtype=torch.float32, device=device)
-
-
-def _stack_scalars(numbers: Sequence[Any]) -> Tensor:
-    """Return numbers or scalars as a 1-D tensor: fp32 on the device if one of them is there, else fp64 on the host."""
-    device = next((x.device for x in numbers if _on_device(x)), None)
-    if device is None:
-        return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
-    # The step count of a parameter that joined later, or was loaded, may be on the host.
-    return torch.stack([x.float() if _on_device(x) else torch.full((), float(x), device=device) for x in numbers])
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Return the tensors as 1-D and contiguous: views of contiguous tensors, copies of others."""
     return [None if x is None else x.contiguous().view(-1) for x in tensors]
-
-
-def _correction(beta: Any, steps: Tensor) -> Tensor:
-    """Return 1 − βᵗ, but a tiny number before the first step, which a scaler may make a fused optimizer skip.
-
-    Its square must not be 0 in fp32.
-    """
-    correction: Tensor = 1 - beta**steps
-    return correction.clamp(min=1e-15)
 
 
 def moments_of(optimizer: Optimizer) -> Moments | None:

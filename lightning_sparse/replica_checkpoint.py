@@ -423,6 +423,12 @@ def joined(parts: Iterable[State], places: Mapping[str, tuple[list[int], list[in
             result = {**kept, "rank": part["replica"], "size": part["replicas"], "segments": {}}
             result["elements"] = {name: {} for name in part["elements"]}
             result["optimizers"] = {i: {**each, "state": {}} for i, each in part["optimizers"].items()}
+        if not result["segments"] and part["places"] == places:
+            # Of the same shards on any replica.
+            result["segments"] = {
+                names: {kind: x for kind, x in kept.items() if part["resize"][kind] == "replicate"}
+                for names, kept in part["segments"].items()
+            }
         for state, per_param in part["elements"].items():
             for name, x in per_param.items():
                 copy_common_(result["elements"][state], name, x, part["places"][name], places[name])

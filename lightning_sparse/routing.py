@@ -35,6 +35,7 @@ class Routing:
         others: a digest of further settings that must be equal on all ranks in each exchange.
         last: the aggregator of each segment's last exchange, by the segment's index. Ranks are in sync if it is that of
             the present exchange.
+        compared: the step of the first comparison of gradients, by the segment's index.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
@@ -43,6 +44,7 @@ class Routing:
         self.others = 0
         self._logged: set[float | None] = set()
         self.last: dict[int, Aggregator[Any]] = {}
+        self.compared: dict[int, int] = {}
 
     def parts(self, segment: Segment, density: float | None) -> Parts:
         """Return the compressor and the aggregator of a segment at the given density."""
@@ -50,8 +52,15 @@ class Routing:
 
     def fingerprint(self, ctx: Context, in_sync: bool) -> int:
         """Return a checksum of settings and counters, which must be equal on all ranks in each exchange."""
-        equal = (self._settings, self.others, ctx.seed, ctx.step, ctx.density, ctx.segment.index, in_sync)
+        index = ctx.segment.index
+        counters = (ctx.step, ctx.density, index, in_sync, self.compared.get(index))
+        equal = (self._settings, self.others, ctx.seed, *counters)
         return zlib.crc32(repr(equal).encode())
+
+    def forget(self) -> None:
+        """Forget the exchanges so far: ranks are no longer known to be in sync."""
+        self.last.clear()
+        self.compared.clear()
 
     def note_exchange(self, segment: Segment, aggregator: Aggregator[Any]) -> None:
         """Record that the aggregator has exchanged the segment, and count the bytes of a dense average of it."""

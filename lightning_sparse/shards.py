@@ -53,6 +53,17 @@ def local(x: Tensor) -> Tensor:
     return part
 
 
+def local_gradient(param: Tensor) -> Tensor | None:
+    """Return this rank's part of a parameter's gradient; None if it has none, or a sparse one."""
+    grad: Any = param.grad
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    of: Any = param
+    if is_sharded(grad) and grad.placements != of.placements:  # under tensor parallelism it may be a summand
+        grad = grad.redistribute(placements=of.placements)
+    return local(grad)
+
+
 def locals_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each tensor, by name."""
     return {name: local(x) for name, x in tensors.items()}

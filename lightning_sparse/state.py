@@ -38,8 +38,8 @@ class SegmentStates:
     def __init__(self, method: Method, exchanged: Exchanged) -> None:
         self._method, self.exchanged = method, exchanged
         parts: list[Any] = [method.memory, method.aggregator, method.compressor]
-        if method.update_rule is not None:
-            parts.append(method.update_rule)
+        if exchanged == "update":
+            parts.append(method.rule)
         declared = [(spec, type(part).__name__) for part in parts for spec in part.state]
         self.specs = {spec.name: spec for spec, _ in declared}
         of = "" if exchanged == "gradient" else f" of {exchanged}s"  # these have other units
@@ -200,6 +200,14 @@ def check_header(state: Mapping[str, Any], rank: int, size: int) -> None:
     for key, here in (("version", VERSION), ("rank", rank), ("size", size)):
         if state.get(key) != here:
             raise ValueError(f"Reducer state has {key} {state.get(key)!r}, but {here!r} is needed: cannot load it.")
+
+
+def renamed(state: Mapping[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+    """Return a `Reducer.state_dict` with new names of parameters, given by the earlier ones; others keep theirs."""
+    elements = {kind: {new.get(name, name): x for name, x in each.items()} for kind, each in state["elements"].items()}
+    names = {key: [new.get(name, name) for name in key.split("\n")] for key in state["segments"]}
+    segments = {"\n".join(names[key]): each for key, each in state["segments"].items()}
+    return {**state, "elements": elements, "segments": segments}
 
 
 def sources(rank: int, size: int, old: int) -> list[int]:

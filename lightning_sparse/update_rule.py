@@ -15,7 +15,7 @@ from lightning_sparse.layout import Segment
 from lightning_sparse.momentum import ADAM_LIKE, moments_of, second_decay
 from lightning_sparse.options import Overlap, check
 
-OUTER_MOMENTUM = "outer_momentum"
+OUTER_MOMENTUM, SIGNAL = "outer_momentum", "signal"
 RuleOverlap = Literal["none", "next_step"]
 
 
@@ -84,8 +84,7 @@ class UpdateRule:
         kind = moments_of(optimizer)
         if kind is None or kind.second is None or not self.rescale or size == 1:
             return False
-        # Without a first moment, the share of signal is unknown. Local steps are not one step of dense training.
-        return self.local_steps == 1 and min(map(kind.beta, optimizer.param_groups)) > 0
+        return self.local_steps == 1  # several local steps are not one step of dense training
 
     def clip_factor(self, size: int) -> float:
         """Return the factor on a threshold for clipping the mean gradient of `size` ranks, to clip that of one rank.
@@ -140,7 +139,9 @@ class UpdateRule:
     @property
     def state(self) -> tuple[StateSpec, ...]:
         """Tensors that the rule keeps in each segment's state."""
-        return (StateSpec(OUTER_MOMENTUM, resize="replicate"),) if self.outer_momentum else ()
+        outer = (StateSpec(OUTER_MOMENTUM, resize="replicate"),) if self.outer_momentum else ()
+        rescales = self.rescale and self.local_steps == 1
+        return (*outer, StateSpec(SIGNAL, per="segment", resize="replicate")) if rescales else outer
 
     @property
     def has_outer_step(self) -> bool:

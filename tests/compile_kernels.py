@@ -30,7 +30,6 @@ from lightning_sparse.kernels import (
     pack,
     payout,
     quantize,
-    rescaling,
     select_kernels,
     threshold,
     two_bits,
@@ -81,16 +80,13 @@ MANY = {
     "numel": "i32",
     "many": "i32",
 }
-TABLES = dict.fromkeys(
-    ("outs", "weights", "stepped", "grads", "firsts", "deltas", "references", "seconds", "table"), "*i64"
-)
+TABLES = dict.fromkeys(("outs", "weights", "stepped", "grads", "deltas", "references", "table"), "*i64")
 UPDATES = {
     **TABLES,
     **dict.fromkeys(
         (
             "typed",
             "typed_after",
-            "moment",
             "factors",
             "rests",
             "coefficients",
@@ -102,9 +98,7 @@ UPDATES = {
         "*fp32",
     ),
 }
-UPDATES |= {**dict.fromkeys(("partial", "numbers", "out"), "*fp32"), "maxima": "*i32", "scale": "fp32"}
-UPDATES |= dict.fromkeys(("size", "settled"), "fp32")
-UPDATES |= dict.fromkeys(("many", "numel", "pieces", "count"), "i32")
+UPDATES |= {"maxima": "*i32", "scale": "fp32"} | dict.fromkeys(("many", "numel", "count"), "i32")
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
 WORDS |= {"heads": "*i64", "fingerprint": "i64", "status": "*i64", "start": "i64"}
@@ -191,8 +185,6 @@ KERNELS = {
         {**UPDATES, "reference_dtype": "*bf16"},
         {**TILES, "REFERENCE": True, "RESCALED": False, "BLOCK": 16},
     ),
-    "sums of moments": (rescaling._sums, UPDATES, {"PIECE": rescaling.PIECE}),
-    "factors": (rescaling._factors, UPDATES, {"AT_A_TIME": rescaling.AT_A_TIME}),
     "clear": (
         write_back._clear,
         {**UPDATES, "indices": "*i64", "typed": "*bf16"},

@@ -256,9 +256,9 @@ def test_a_delayed_exchange_keeps_nothing_of_what_it_has_sent(name, fake_cuda, m
     sent = []
     exchange_later = DeltaExchange._exchange_later
 
-    def started(updates, pending):
+    def started(updates, segments, pending):
         sent.extend(weakref.ref(part) for each in pending for part in each.exchange.precompressed[0])
-        exchange_later(updates, pending)
+        exchange_later(updates, segments, pending)
 
     monkeypatch.setattr(DeltaExchange, "_exchange_later", started)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

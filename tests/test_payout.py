@@ -9,7 +9,6 @@ import torch
 from lightning_sparse.kernels.block_stats import MAGNITUDE, BlockStats, overlaps
 from lightning_sparse.kernels.changes import changes_
 from lightning_sparse.kernels.payout import Payout, add_with_payout_
-from lightning_sparse.kernels.rescaling import rescaling
 from lightning_sparse.kernels.write_back import clear_entries_, write_entries_
 from tests.support.kernels import DEVICE, EITHER, HOSTILE, interpreted, needs_native, needs_triton
 from tests.support.tiers import in_diagonals, later, one_in, tiers
@@ -133,36 +132,6 @@ def test_deltas_that_are_not_contiguous(length, use):
     delta = torch.arange(2.0 * length)[::2]
     payout = Payout(torch.tensor([[1.0], [1.0]]), [torch.ones(length)])
     assert torch.equal(summed(torch.zeros(length), (0, length), [delta], 1.0, payout, None), 2 * delta + 1)
-
-
-@one_in(6)
-@pytest.mark.parametrize("kernels", ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", tiers([*LENGTHS, [5000, 8192, 3_000_000]], LENGTHS))
-def test_rescaling(lengths, dtype, kernels, use):
-    """q is 1/10, 2/10, ... if Σm̂² is (q + (1 − q)c) Σv̂. The second is half settled; the third has no moments."""
-    use(kernels)
-    bounds, many, size, c = [0, *accumulate(lengths)], len(lengths), 4, 1 / 19
-    q = torch.linspace(0.1, 1.0, many)
-    v = [torch.full((length,), 0.25, dtype=dtype) for length in lengths]
-    m = [torch.full((length,), 0.5 * math.sqrt(x + (1 - x) * c)) for length, x in zip(lengths, q.tolist(), strict=True)]
-    m = [(x * 0.875).to(dtype) for x in m]
-    decay, noise, steps = torch.full((many,), 0.01), torch.full((many,), c), torch.full((many,), 30.0)
-    steps[:2] = torch.tensor([math.inf, 5.0])[:many]
-    if many > 2:
-        m[2] = v[2] = None
-        steps[2] = 0
-    numbers = torch.stack([torch.full((many,), 0.875), torch.ones(many), noise, decay, steps])
-    factors, rests = rescaling(m, v, bounds, numbers, size, 10)
-    q[torch.tensor([length == 0 for length in lengths])] = 0  # no element, no signal: √P, of nothing
-    q = 1 - (steps / 10).clamp(max=1) * (1 - q)
-    expected = torch.rsqrt(q + (1 - q) / size)
-    # The moment has 8 bits in bf16, and q is found from its square. In fp32 torch adds up squares in lanes. For 140,000
-    # equal squares, a partial sum of n/16 terms is off by up to n/16 · 2⁻²⁵ of itself, 2.6e-4, and mostly by far less.
-    torch.testing.assert_close(factors, expected, rtol=5e-5 if dtype == torch.float32 else 1e-2, atol=0)
-    torch.testing.assert_close(rests, (1 - factors) * 0.01, rtol=1e-4, atol=1e-7)
-    m[0][0] = math.nan
-    assert rescaling(m, v, bounds, numbers, size, 10)[0][0].isnan()
 
 
 @pytest.mark.parametrize("kernels", ALL)

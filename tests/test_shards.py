@@ -94,7 +94,10 @@ def test_the_state_of_a_replica_is_joined_from_the_files_of_its_ranks():
 
 
 def test_no_more_files_are_read_than_a_shard_needs():
-    """The elements of `bias` are not sharded: each file has them all, and they do not count twice."""
+    """The elements of `bias` are not sharded: each file has them all, and they do not count twice.
+
+    States of segments that are equal in all replicas are kept if the shards are the same.
+    """
     whole, bias, places = torch.arange(12.0), torch.ones(40), [([first], [3]) for first in range(0, 12, 3)]
     read = []
 
@@ -107,6 +110,8 @@ def test_no_more_files_are_read_than_a_shard_needs():
                 "replicas": 2,
                 "places": {"w": places[number], "bias": ([0], [40])},
                 "elements": {"residual": of_params},
+                "segments": {"w\nbias": {"signal": torch.tensor(float(number)), "Q": torch.zeros(1)}},
+                "resize": {"residual": "sum", "signal": "replicate", "Q": "drop"},
                 "optimizers": {},
             }
 
@@ -120,6 +125,8 @@ def test_no_more_files_are_read_than_a_shard_needs():
         assert torch.equal(state["elements"]["residual"]["w"], block(whole, place))
         assert torch.equal(state["elements"]["residual"]["bias"], bias)
         assert read == order[:needed]
+        same = [number for number in order[:needed] if places[number] == place]
+        assert state["segments"] == ({"w\nbias": {"signal": same[0]}} if same else {})
 
 
 PARTS = [[0, 2], [1, 3], [0, 2], [1, 3]]

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import METHODS, Method, Reducer, method, simulate
-from lightning_sparse.aggregators import AllReduceMean
+from lightning_sparse.aggregators import AllReduceMean, TwoLevel
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, TopK
+from lightning_sparse.context import Context
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import DecayingResidual, NoMemory
 from lightning_sparse.methods import MethodSpec
-from lightning_sparse.momentum import SegmentMoments, moments_of, second_decay
+from lightning_sparse.momentum import ADAM, SegmentMoments, moments_of, second_decay
 from lightning_sparse.state import resized, sources
-from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.update_rule import SIGNAL, UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
+from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, factor_of, is_compared, signal_of
 from tests.support.tiers import full, one_in, tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
@@ -140,32 +143,88 @@ def test_what_becomes_of_momentum_where_entries_are_sent(momentum):
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_one_step_of_adamw_is_rescaled_by_hand(decay):
-    """After one step m̂ = g and v̂ = g²: all is signal, and nothing is rescaled. After g and −g nearly all is noise.
+    """Two of four ranks have the gradient 3, and two have 0. So u = g/√v is equal on two ranks, and 0 on two.
 
-    With β₁ = 0.5, m = 0.5 · 0.5 g − 0.5 g = −0.25 g and m̂ = m / 0.75 = −g/3; v̂ = g². With c = 1/3,
-    q = (1/9 − 1/3)/(2/3) is below 0 and counts as 0. But after 2 of 50 steps 1 − q is 2/50. So the update is
-    multiplied by 1/√(48/50 + 2/50/4) = 1/√0.97. With g and −g in turn it is √P = 2 after 50 steps.
+    The mean of u is u/2, and its square u²/4. The mean of the squares is u²/2. So (4 · 1/2 − 1)/3 = 1/3 of v is signal,
+    and f = 1/√(1/3 + (2/3)/4) = √2. The first step is not rescaled. Its change is lr on two ranks, and on average lr/2.
     """
 
     def rank(comm: Comm) -> list[float]:
         net = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(net.weight, 8.0)
-        optimizer = ADAMW(net.parameters(), 0.1, betas=(0.5, 0.5), weight_decay=decay, eps=0.0)
+        optimizer = ADAMW(net.parameters(), 0.1, betas=(0.5, 0.5), weight_decay=decay)
         chosen = replace(dense(UpdateRule()), update_rule=UpdateRule())
         updates, changed = DeltaExchange(Reducer(chosen, comm, exchanged="update"), net, [optimizer]), []
-        for grad in [3.0, -3.0] * 26:
+        for _ in range(3):
             updates.begin(optimizer)
             before = net.weight[0, 0].item()
-            net.weight.grad = torch.full((1, 2), grad)
+            net.weight.grad = torch.full((1, 2), 3.0 if comm.rank < 2 else 0.0)
             optimizer.step()
             updates.exchange(optimizer)
             changed.append(before - net.weight[0, 0].item() - 0.1 * decay * before)
         return changed
 
-    for first, second, *_, last in simulate(4, rank):
-        assert first == pytest.approx(0.1, rel=1e-4)
-        assert second == pytest.approx(-0.1 / 3 / 0.97**0.5, rel=1e-4)
-        assert last == pytest.approx(-2 * 0.1 / 3, rel=1e-4)
+    # u has 8 bits in the comparison, and the same error on both ranks. Weights are 8, with an ulp of 9.5e-7.
+    for changed in simulate(4, rank):
+        assert changed == pytest.approx([0.05, 0.05 * 2**0.5, 0.05 * 2**0.5], rel=1e-4)
+
+
+def test_the_share_of_signal_by_hand():
+    """Equal gradients are signal; those that cancel are less than noise. Comparisons without a number do not count."""
+    ones, before, unknown = torch.ones(4, 3), torch.tensor(0.5), torch.tensor(math.nan)
+    assert signal_of(ones, unknown) == 1
+    assert signal_of(ones, before) == 0.5 + WEIGHT * 0.5
+    assert signal_of(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), unknown) == pytest.approx(-1 / 3)
+    assert signal_of(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), unknown) == 0  # no element in common
+    for hostile in (torch.zeros(4, 3), ones * math.inf, ones * torch.tensor([1, 1, math.nan])):
+        assert signal_of(hostile, before) == before
+        assert signal_of(hostile, unknown).isnan()
+
+
+@one_in(2)
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
+def test_the_share_of_signal_of_random_gradients(noise, size):
+    """With the variance s of the signal and n of the noise, q is s/(s + n)."""
+    generator = torch.Generator().manual_seed(size)
+    signal = torch.randn(1, 100_000, generator=generator)
+    samples = signal + noise * torch.randn(size, 100_000, generator=generator)
+    # The variance of a sum of 100,000 squares is 2e-5 of its square, and numerator and denominator are such sums. Four
+    # standard deviations of the larger of the two, the mean over the ranks, are 0.018 of 1, times P/(P - 1), at most 2.
+    assert signal_of(samples, torch.tensor(math.nan)).item() == pytest.approx(1 / (1 + noise**2), abs=0.036)
+    anything = samples[:, :1000] * 10 ** torch.empty(1, 1000).uniform_(-3, 3, generator=generator)
+    assert -1 / (size - 1) - 1e-5 <= signal_of(anything, torch.tensor(math.nan)).item() <= 1 + 1e-5
+
+
+def test_samples_are_of_the_same_elements_on_all_ranks():
+    """u = g/√v, and 0 without a gradient, without moments, and if v is 0. Any parameter may be without elements."""
+    lengths = {"b": (3,), "new": (2,), "none": (3,), "empty": (0,), "a": (2, 2)}
+    segment = Layout.of(lengths).segments[0]  # in reverse order
+    grads = [torch.arange(1.0, 5).view(2, 2), torch.ones(0), None, torch.ones(2), torch.tensor([5.0, 6.0, 7.0])]
+    seconds = [torch.full((2, 2), 4.0), torch.ones(0), torch.ones(3), None, torch.tensor([1.0, 0.0, 0.25])]
+    states = [{} if v is None else {"exp_avg": v, "exp_avg_sq": v} for v in seconds]
+    group = {"betas": (0.9, 0.999)}
+    moments = SegmentMoments(segment, ADAM, [group] * 5, states, torch.device("cpu"))
+    everything = moments.sample(grads, range(segment.numel))
+    assert everything.tolist() == [0.5, 1, 1.5, 2, 0, 0, 0, 0, 0, 5, 0, 14]
+    some = [0, 3, 3, 6, 11]
+    assert moments.sample(grads, some).tolist() == everything[some].tolist()
+    assert moments.sample([None] * 5, some).tolist() == [0] * 5
+
+
+def test_comparisons_become_rare():
+    """There are four while the number of steps doubles, and later one in each `INTERVAL`, at any step of it."""
+    segments = Layout.of({"a.w": (1,), "b.w": (1,)}, "layer").segments
+    of_first, of_second = (
+        [t for t in range(100 * INTERVAL) if is_compared(Context(segment, t), 0)] for segment in segments
+    )
+    assert of_first[:8] == [*range(8)]
+    for start in (8, 16, 32, 64, 128, 256):
+        assert len([t for t in of_first if start <= t < 2 * start]) == 4
+    late = [t for t in of_first if t >= 8 * INTERVAL]
+    assert [t // INTERVAL for t in late] == [*range(8, 100)]
+    assert len({t % INTERVAL for t in late}) > 80  # two optimizers in turn must not miss all of them
+    assert of_second != of_first
 
 
 @full
@@ -177,8 +236,9 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
     def rank(comm: Comm) -> tuple[float, float, float]:
         one, all_ranks = (torch.nn.Linear(2000, 1, bias=False) for _ in range(2))
         mine, dense_adam = (torch.optim.Adam(net.parameters(), 1.0) for net in (one, all_ranks))
-        generator = torch.Generator().manual_seed(comm.rank)
-        for _ in range(300):
+        generator, signal = torch.Generator().manual_seed(comm.rank), torch.tensor(math.nan)
+        segment = Layout.of({"weight": (1, 2000)}).segments[0]
+        for step in range(300):
             grad = 1 + noise * torch.randn(1, 2000, generator=generator)
             one.weight.grad = grad
             all_ranks.weight.grad = comm.all_reduce(grad.clone().view(-1)).view(1, -1) / size
@@ -186,20 +246,22 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
                 before, dense_before = one.weight.clone(), all_ranks.weight.clone()
             mine.step()
             dense_adam.step()
+            kind, state = moments_of(mine), mine.state[one.weight]
+            moments = SegmentMoments(segment, kind, mine.param_groups, [state], grad.device)
+            if step % 20 == 0:
+                own = moments.sample([grad], range(step, step + SAMPLES))
+                signal = signal_of(comm.all_gather(own), signal)
         change = (before - one.weight).detach().view(-1)
-        segment = Layout.of({"weight": (1, 2000)}).segments[0]
-        kind, state = moments_of(mine), mine.state[one.weight]
         unscaled = change.clone()
-        moments = SegmentMoments(segment, kind, mine.param_groups, [state], change.device)
-        factors, _ = moments.rescaling(size)
+        factors, _ = moments.rescaling(factor_of(signal, size) - 1)
         change = change * factors
         wanted = (dense_before - all_ranks.weight).detach()
         return change.mean().item(), wanted.mean().item(), unscaled.mean().item()
 
     for change, wanted, unscaled in simulate(size, rank):
         # An element's update is 1/√(1 + noise²) plus noise of standard deviation √c = 0.23. The mean of 2,000 is off by
-        # 5 % of the former for noise 10, and by 0.7 % for noise 1. The limit is three times that, plus the error of
-        # dense training.
+        # 5 % of the former for noise 10, and by 0.7 % for noise 1. The limit is three times that, plus the errors of f
+        # and of dense training.
         assert change / wanted == pytest.approx(1, abs={0.0: 1e-4, 1.0: 0.03, 10.0: 0.17}[noise])
         assert change / unscaled <= size**0.5 * (1 + 1e-6)
 
@@ -232,8 +294,7 @@ def test_weight_decay_that_rounding_undoes_is_not_compensated(dtype, options, de
     state |= {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.ones_like(weight)}
     segment = Layout.of({"weight": (64,)}).segments[0]
     moments = SegmentMoments(segment, moments_of(optimizer), [group], [state], before.device, dtype=dtype)
-    moments.settled = 1
-    factors, decay = moments.rescaling(64)
+    factors, decay = moments.rescaling(torch.tensor(1.0))
     assert factors.item() > 1
     assert (decay.item() != 0) == decays
     assert (moments.payout([before]).coefficients[1].item() != 0) == decays
@@ -270,19 +331,37 @@ def test_a_parameter_that_was_not_stepped_is_not_rescaled():
     assert all(simulate(4, rank))
 
 
-@pytest.mark.parametrize(("betas", "every"), [((0.0, 0.9), 1), ((0.9, 0.999), 2)])
-def test_what_cannot_be_rescaled_is_not(betas, every):
-    """Without a first moment, noise cannot be distinguished from signal. Several steps are not one dense step."""
+@pytest.mark.parametrize(
+    ("kind", "rule", "is_rescaled"),
+    [
+        (partial(ADAMW, lr=0.1), UpdateRule(), True),
+        (partial(ADAMW, lr=0.1, betas=(0.0, 0.9)), UpdateRule(), True),
+        (partial(ADAMW, lr=0.1), UpdateRule(rescale=False), False),
+        (partial(ADAMW, lr=0.1), UpdateRule(local_steps=2), False),  # several steps are not one dense step
+        (partial(torch.optim.RAdam, lr=0.1), UpdateRule(), False),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), UpdateRule(), False),
+    ],
+    ids=str,
+)
+def test_only_one_step_of_adam_is_rescaled(kind, rule, is_rescaled):
+    """Gradients of the others are not compared, so no bytes are sent for them."""
 
-    def rank(comm: Comm) -> float:
+    def rank(comm: Comm) -> bool:
         net = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.constant_(net.weight, 5.0)
-        optimizer = torch.optim.Adam(net.parameters(), 0.5, betas=betas)
-        updates = exchanged_once(comm, net, optimizer, UpdateRule(local_steps=every))
-        assert "times as large" not in updates.note
-        return net.weight.item()
+        optimizer = kind(net.parameters())
+        reducer = Reducer(dense(rule), comm, exchanged="update")
+        updates = DeltaExchange(reducer, net, [optimizer])
+        for _ in range(2):
+            updates.begin(optimizer)
+            net.weight.grad = torch.ones_like(net.weight)
+            optimizer.step()
+            updates.exchange(optimizer)
+        compared = SIGNAL in reducer.states[0]
+        assert (SIGNAL in reducer.state_dict()["segments"]["weight"]) == compared
+        assert ("rescaled" in updates.note) == compared
+        return compared
 
-    assert simulate(3, rank) == pytest.approx([4.5] * 3)
+    assert simulate(3, rank) == [is_rescaled] * 3
 
 
 def test_thresholds_for_clipping_grow_with_the_root_of_the_ranks():
@@ -439,6 +518,121 @@ def test_saved_and_loaded_goes_on_bit_for_bit(name, size):
     half = simulate(size, lambda comm: train(comm, None, 2)[1])
     rest = simulate(size, lambda comm: train(comm, half[comm.rank], 4)[0])
     assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=True))
+
+
+@pytest.mark.parametrize("stop", [9, 10])
+def test_the_share_of_signal_goes_on_bit_for_bit(stop):
+    """Ranks compare gradients in step 10 and not in 9."""
+
+    def train(comm: Comm, saved: dict[str, Any] | None, stop: int) -> tuple[list[Tensor], dict[str, Any]]:
+        net = Net()
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates, found, first = DeltaExchange(reducer, net, [optimizer]), [], 0
+        if saved:
+            net.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+            reducer.load_state_dict(saved["reducer"])
+            first = reducer.step
+        for step in range(first, stop):
+            updates.begin(optimizer)
+            local_steps(net, optimizer, comm.rank, step, 1)
+            updates.exchange(optimizer)
+            found += [weights(net), reducer.states[0][SIGNAL][0].clone()]
+        parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "reducer": reducer.state_dict()}
+        return found, copy.deepcopy(parts)
+
+    whole = simulate(3, lambda comm: train(comm, None, 14)[0])
+    half = simulate(3, lambda comm: train(comm, None, stop)[1])
+    rest = simulate(3, lambda comm: train(comm, half[comm.rank], 14)[0])
+    for one, other in zip(whole, rest, strict=True):
+        assert all(map(torch.equal, one[2 * stop :], other))
+        signal = one[1::2]
+        assert all(map(torch.equal, signal, whole[0][1::2]))  # on all ranks
+        assert torch.equal(signal[8], signal[9])
+        assert not torch.equal(signal[9], signal[10])
+
+
+@pytest.mark.parametrize("change", ["forgets", "has nodes"])
+def test_comparisons_begin_anew_if_the_share_of_signal_is_unknown(change):
+    """It is so after residuals are forgotten, and if the ranks of a node begin to average gradients."""
+
+    def rank(comm: Comm) -> tuple[list[Tensor], int]:
+        net, found = Net(), []
+        optimizer = ADAMW(net.parameters(), 0.01)
+        made = method("topk", density=0.05)
+        reducer = Reducer(made, comm, granularity="model", exchanged="update")
+        reducer.step = 1001
+        for step in range(4):
+            if step == 2 and change == "forgets":
+                reducer.forget_residuals()
+            if step == 2 and change == "has nodes":
+                state, of_nodes = reducer.state_dict(), replace(made, aggregator=TwoLevel(made.aggregator, 2))
+                reducer = Reducer(of_nodes, comm, granularity="model", exchanged="update")
+                reducer.load_state_dict(state)
+            if step in (0, 2):
+                updates = DeltaExchange(reducer, net, [optimizer])
+            updates.begin(optimizer)
+            local_steps(net, optimizer, comm.rank, step, 1)
+            updates.exchange(optimizer)
+            found.append(reducer.states[0][SIGNAL].clone())
+        return found
+
+    for found in simulate(4, rank):
+        assert [x[1:].tolist() for x in found] == [[1001, 1]] * 2 + [[1003, 2 if change == "has nodes" else 1]] * 2
+        assert not any(x[0].isnan() for x in found)
+        assert not torch.equal(found[2], found[3])
+
+
+@pytest.mark.parametrize("way", ["by a scaler", "in a fused step"])
+def test_a_skipped_step_is_not_compared(way):
+    """Rank 1 has no usable gradients then, and its zeros would count as noise."""
+
+    def rank(comm: Comm) -> list[Tensor]:
+        net, found = Net(), []
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.05), comm, granularity="model", exchanged="update")
+        updates = DeltaExchange(reducer, net, [optimizer])
+        for step in range(4):
+            updates.begin(optimizer)
+            skips = comm.rank == 1 and step in (0, 2)
+            if not skips:
+                local_steps(net, optimizer, comm.rank, step, 1)
+            elif way == "in a fused step":
+                optimizer.found_inf = torch.ones(())
+            updates.exchange(optimizer, stepped=not skips or way == "in a fused step")
+            optimizer.found_inf = None
+            found.append(reducer.states[0][SIGNAL][0].clone())
+        return found
+
+    for first, second, third, fourth in simulate(2, rank):
+        assert first.isnan()
+        assert second.isfinite()
+        assert torch.equal(second, third)
+        assert not torch.equal(third, fourth)
+
+
+def test_a_model_with_another_name_keeps_the_share_of_signal():
+    """PEFT renames parameters."""
+
+    def rank(comm: Comm) -> Tensor:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        optimizer = ADAMW(net.parameters(), 0.01)
+        reducer = Reducer(method("topk", density=0.5), comm, granularity="model", exchanged="update")
+        updates = DeltaExchange(reducer, net, [optimizer])
+        updates.begin(optimizer)
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        updates.exchange(optimizer)
+        before = reducer.states[0][SIGNAL].clone()
+        net[0] = torch.nn.Sequential(net[0])
+        updates.refresh_parameters(names=True)
+        assert {*reducer.layout.names} == {"0.0.weight", "0.0.bias"}
+        assert torch.equal(reducer.states[0][SIGNAL], before)
+        return before
+
+    for signal in simulate(2, rank):
+        assert signal.tolist() == [1, 0, 1]
 
 
 def test_another_number_of_ranks_keeps_the_outer_momentum():

@@ -538,11 +538,11 @@ def test_residuals_of_gradients_are_of_no_use_for_updates_nor_the_reverse(caplog
     for before, *after in simulate(2, rank):
         assert before.any()
         assert not any(kept.any() for kept in after)
-    ways = [("gradients", "updates"), ("updates", "gradients")]
+    ways = [("residual", "gradients", "updates"), ("residual, signal", "updates", "gradients")]
     assert [record.message for record in caplog.records] == [  # one each, for both ranks
-        f"The saved state (residual) is from a run that exchanged {old}; this one exchanges {new}, which are in other "
+        f"The saved state ({states}) is from a run that exchanged {old}; this one exchanges {new}, which are in other "
         f"units: it is dropped, and residuals start at 0."
-        for old, new in ways
+        for states, old, new in ways
     ]
 
 
@@ -809,15 +809,13 @@ def test_a_frozen_parameter_that_was_made_in_inference_mode_is_left_alone():
     assert encoder.tolist() == [1, 1, 1]
 
 
-def test_factors_before_the_first_step_are_finite():
-    """A scaler may make a fused optimizer skip its first step. Then its moments are zero, or one of them is."""
+def test_samples_before_the_first_step_are_zeros():
+    """A scaler may make a fused optimizer skip its first step, with infinite gradients. Then its moments are zero."""
     segment = Layout.of({"w": (4,)}, "model").segments[0]
     group = {"betas": (0.9, 0.999), "lr": 0.1, "weight_decay": 0.0}
-    for second in (torch.ones(4), torch.zeros(4)):
-        state = {"exp_avg": torch.zeros(4), "exp_avg_sq": second, "step": 0}
-        moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
-        factors, _ = moments.rescaling(4)
-        assert factors.tolist() == [1.0]
+    state = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4), "step": 0}
+    moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
+    assert moments.sample([torch.full((4,), math.inf)], range(4)).tolist() == [0.0] * 4
 
 
 def test_a_parameter_without_a_shape_is_an_error():

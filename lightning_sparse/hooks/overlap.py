@@ -130,7 +130,7 @@ class BackwardOverlap:
         self._pass: _Pass | None = None
         self._on_modules: Any = None
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._submit: Callable[[UpdateSegment, torch.cuda.Event | None], None]
+        self._submit: Callable[[UpdateSegment], None]
 
     def run_closure(self, closure: Callable[[], Any], failed: Callable[[BaseException], None]) -> Any:
         """Run a step's closure and return its result. The closure calls `watch` before the step's backward pass.
@@ -277,17 +277,14 @@ class BackwardOverlap:
                 self._step(index, backward)
 
     def _step(self, index: int, backward: _Pass) -> None:
-        part, ready = self._plan.parts[index], None
+        part = self._plan.parts[index]
         part.optimizer.state = self._optimizer.state
         chosen = zip(self._optimizer.param_groups, part.groups, strict=True)
         part.optimizer.param_groups = [{**group, "params": params} for group, params in chosen]
-        if self._stream is None:
-            step_without_hooks(part.optimizer)
-        else:
+        if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             for stream in backward.streams - {current}:
                 current.wait_stream(stream)
-            step_without_hooks(part.optimizer)
-            ready = current.record_event()
+        step_without_hooks(part.optimizer)
         del backward.missing[index]
-        self._submit(part.segment, ready)
+        self._submit(part.segment)

@@ -58,6 +58,7 @@ from lightning_sparse.methods import WARMUP_FACTORS, WARMUP_STEPS
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.replica_checkpoint import gather
 from lightning_sparse.shards import local, parameters_of, reshard
+from lightning_sparse.state import renamed
 from lightning_sparse.strategies.fit_checks import check_placement, trains_with_updates
 from lightning_sparse.strategies.gradient_training import GradientTraining, initial_states
 from lightning_sparse.strategies.overlap_rules import gradient_hooks
@@ -335,7 +336,7 @@ class AutoStrategy(Mixin):
                 if options.hierarchical:  # ranks that average gradients need one loss scale
                     training.exchanger.share_scales()
                 state, before = training.exchanger.reducer.state_dict(), self._auto.parameters
-                return lambda: self.reducer.load_state_dict(renamed(state, before, self._auto.parameters))
+                return lambda: self.reducer.load_state_dict(renamed(state, before.renames(self._auto.parameters)))
             # In automatic optimization no gradient waits for a step now.
             training.exchanger.settle(gradients=self._is_manual)
         return lambda: None
@@ -582,6 +583,11 @@ class Parameters(NamedTuple):
         by_name = parameters_by_name(model)
         frozen = [name for name, param in by_name.items() if not param.requires_grad]
         return cls(by_name, frozen, {*trained, *(param for param in by_name.values() if param.requires_grad)})
+
+    def renames(self, now: Parameters) -> dict[str, str]:
+        """Return the present names by these names, which callbacks may have changed."""
+        names = {id(param): name for name, param in now.by_name.items()}
+        return {name: names.get(id(param), name) for name, param in self.by_name.items()}
 
     @property
     def numel(self) -> int:
@@ -870,18 +876,3 @@ def _free_bytes(device: torch.device, *, trains: bool = True) -> float:
         return math.inf
     used = torch.cuda.max_memory_allocated(device) if trains else torch.cuda.memory_allocated(device)
     return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used)
-
-
-def renamed(state: Mapping[str, Any], before: Parameters, now: Parameters) -> dict[str, Any]:
-    """Return a reducer's state with the present names of parameters, which callbacks may have renamed.
-
-    Args:
-        state: see `Reducer.state_dict`.
-        before, now: the parameters with their former and their present names.
-    """
-    names = {id(param): name for name, param in now.by_name.items()}
-    new = {name: names.get(id(param), name) for name, param in before.by_name.items()}
-    elements = {
-        kind: {new.get(name, name): x for name, x in tensors.items()} for kind, tensors in state["elements"].items()
-    }
-    return {**state, "elements": elements}

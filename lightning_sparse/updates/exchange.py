@@ -33,6 +33,7 @@ from lightning_sparse.comm.worker import Worker
 from lightning_sparse.options import listed
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import check_all_sharded, is_frozen, like, local, locals_of, reshard
+from lightning_sparse.state import renamed
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.node import average_gradients_
 from lightning_sparse.updates.parameters import exchanged_parameters, owners_of_exchanged
@@ -258,9 +259,7 @@ class DeltaExchange:
         self._new = [now.get(name, name) for name in self._new]
         params = locals_of(self.parameters)
         new = {name: param.detach() for name, param in params.items() if name not in weights}
-        state = self._reducer.state_dict()
-        for kind, kept in state["elements"].items():
-            state["elements"][kind] = {now.get(name, name): x for name, x in kept.items()}
+        state = renamed(self._reducer.state_dict(), now)
         self._reducer.setup(params, numbers)
         self._expect_later(model)
         self._reducer.load_state_dict(state)
@@ -298,12 +297,13 @@ class DeltaExchange:
         if self._rule.delayed:
             self._wait_or_restore()
         segments, groups = self._start(optimizer), _groups_of(optimizer)
-        for each in segments if stepped is not None else ():
-            each.note_step(skipped=not stepped)
         try:
+            for each in segments if stepped is not None else ():
+                each.note_step(groups, skipped=not stepped)
             self._write_stale()
             if self._rule.delayed:
-                self._exchange_later([each.begin_(groups) for each in segments])  # no graphs: all begin before one ends
+                begun = [each.begin_(groups) for each in segments]  # no graphs: all begin before one ends
+                self._exchange_later(segments, begun)
             else:
                 with self._reducer.captures.allowed():
                     for each in segments:
@@ -322,19 +322,20 @@ class DeltaExchange:
             self.complete()  # not while another thread exchanges
             self._share_new(optimizer)
 
-    def start(self, optimizer: Optimizer) -> Callable[[UpdateSegment, torch.cuda.Event | None], None]:
+    def start(self, optimizer: Optimizer) -> Callable[[UpdateSegment], None]:
         """Begin an exchange whose segments are submitted one by one, in any order; `finish` ends it.
 
         Returns:
-            A function that submits a stepped segment to the worker, on CUDA with an event after its step. Segments are
-            exchanged in the layout's order.
+            A function that submits a segment to the worker after its step. Segments are exchanged in the layout's
+            order.
         """
         order, groups = self._start(optimizer), _groups_of(optimizer)
         waiting: dict[int, Callable[[], Future[Any]]] = {}
         futures = self._futures = list[Future[Any]]()
 
-        def submit(segment: UpdateSegment, ready: torch.cuda.Event | None = None) -> None:
-            segment.note_step()
+        def submit(segment: UpdateSegment) -> None:
+            segment.note_step(groups)
+            ready = None if self.stream is None else torch.cuda.current_stream(self.stream.device).record_event()
             waiting[id(segment)] = partial(self._worker.submit, partial(segment.exchange_, groups), ready)
             while len(futures) < len(order) and (send := waiting.pop(id(order[len(futures)]), None)):
                 futures.append(send())
@@ -382,17 +383,19 @@ class DeltaExchange:
 
     # A pending exchange.
 
-    def _exchange_later(self, pending: Sequence[PendingExchange]) -> None:
+    def _exchange_later(self, segments: Sequence[UpdateSegment], pending: Sequence[PendingExchange]) -> None:
         if not pending:  # all parameters of the optimizer are frozen
             return
         reducer = self._reducer
         reducer.in_flight = True
 
         def finish() -> None:
-            for each in pending:
+            for segment, each in zip(segments, pending, strict=True):
                 reducer.finish(each)
+                segment.signal.compare()
 
-        self._futures = [self._worker.launch(finish, [x for each in pending for x in each.tensors])]
+        samples = [each.signal.sample for each in segments if each.signal.sample is not None]
+        self._futures = [self._worker.launch(finish, [*samples, *(x for each in pending for x in each.tensors)])]
 
     def wait(self) -> None:
         """Wait for the pending exchange, on CUDA in the current stream; raise its error."""

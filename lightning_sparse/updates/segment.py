@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from lightning_sparse.momentum import SegmentMoments, last_step_references, mome
 from lightning_sparse.reducer import PendingExchange, Reducer
 from lightning_sparse.shards import local, locals_of
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.signal_share import SignalShare
 
 
 class _Ahead(NamedTuple):
@@ -47,6 +49,19 @@ class _Ahead(NamedTuple):
     mean: Tensor
     indices: Tensor | None
     w: Tensor
+
+
+@dataclass
+class _Step:
+    """The step that is exchanged next.
+
+    Attributes:
+        stepped: by parameter, whether the step had a gradient; None if that is unknown.
+        references: with several local steps, see `last_step_references`.
+    """
+
+    stepped: list[bool] | None = None
+    references: list[Tensor] | None = None
 
 
 class UpdateSegment:
@@ -69,6 +84,7 @@ class UpdateSegment:
         weights: the weights from which this rank's next step starts, by name.
         ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
         is_stale: whether the model lacks the agreed weights of a completed exchange.
+        signal: the share of signal in squared gradients, from which updates are rescaled.
     """
 
     def __init__(
@@ -88,8 +104,8 @@ class UpdateSegment:
         self.frozen: set[str] = set()
         self.ahead: _Ahead | None = None
         self.is_stale = False
-        self._stepped: list[bool] | None = None  # by parameter, whether the step that is exchanged had a gradient
-        self._references: list[Tensor] | None = None
+        self.signal = SignalShare(segment, reducer, self._flat.device)
+        self._step = _Step()
 
     @property
     def _rule(self) -> UpdateRule:
@@ -152,11 +168,18 @@ class UpdateSegment:
         if self._clears and self._rule.momentum == "pay_out":
             ours = [groups[id(param)] for param in self._params.values()]
             flat = [x.reshape(-1) for x in self._present.values()]
-            self._references = last_step_references(self._flat_weights, flat, ours)
+            self._step.references = last_step_references(self._flat_weights, flat, ours)
 
-    def note_step(self, *, skipped: bool = False) -> None:
-        """Record after a step which parameters the optimizer has stepped; none if it `skipped` the step."""
-        self._stepped = [param.grad is not None and not skipped for param in self._params.values()]
+    def note_step(self, groups: Mapping[int, Any], *, skipped: bool = False) -> None:
+        """Record after a step which parameters the optimizer has stepped, and perhaps a sample of gradients.
+
+        Args:
+            groups: parameter groups by id of the parameter.
+            skipped: whether the optimizer skipped the step.
+        """
+        self._step.stepped = [param.grad is not None and not skipped for param in self._params.values()]
+        if self._rule.rescales(self.optimizer, self._reducer.workers):
+            self.signal.take_sample(partial(self._moments, groups), self._params.values(), skipped)
 
     @property
     def differs(self) -> list[Tensor]:
@@ -189,6 +212,7 @@ class UpdateSegment:
         pending, moments = self._begin(flat, deltas, groups)
         del flat
         sent = reducer.finish(pending)
+        self.signal.compare()
         if moments is not None and isinstance(sent, Entries):  # a dense segment has no second delay
             moments.clear_(sent)
         if leaves_weights:
@@ -229,27 +253,27 @@ class UpdateSegment:
             The exchange; and the moments, if they must be cleared at the sent entries, else None.
         """
         segment, weights, rule = self.segment, self._flat_weights, self._rule
-        workers, references, find = self._reducer.workers, self._references, None
+        workers, step, find = self._reducer.workers, self._step, None
         rescales = rule.rescales(self.optimizer, workers)
-        clears = self._clears and self._stepped is not None
+        clears = self._clears and step.stepped is not None
         pays = clears and rule.momentum == "pay_out"
-        if pays and rule.local_steps > 1 and references is None:
+        if pays and rule.local_steps > 1 and step.references is None:
             pays = clears = False  # the change of the last step is unknown
         moments = self._moments(groups) if rescales or clears else None
-        rescaling = moments.rescaling(workers) if moments is not None and rescales else None
+        rescaling = moments.rescaling(self.signal.excess) if moments is not None and rescales else None
         changes_(deltas, weights, stepped, segment.bounds, rescaling)
         if self.ahead is not None:
             self._apply_mean(self.ahead)
         if moments is not None and pays:
-            find = partial(moments.payout, weights, references)
-        self._stepped = self._references = None
+            find = partial(moments.payout, weights, step.references)
+        self._step = _Step()
         pending = self._reducer.begin(segment, deltas, self._still_frozen, find)
         return pending, moments if clears else None
 
     def _moments(self, groups: Mapping[int, Any]) -> SegmentMoments:
         kind, params, frozen = moments_of(self.optimizer), self._params, self._still_frozen
         assert kind is not None
-        stepped = self._stepped or [False] * len(params)
+        stepped = self._step.stepped or [False] * len(params)
         # Leave the momentum of frozen parameters and of parameters without a step unchanged.
         states = [
             self.optimizer.state.get(param, {}) if has_step and name not in frozen else {}
@@ -258,7 +282,7 @@ class UpdateSegment:
         states = [{key: local(x) for key, x in state.items()} for state in states]
         ours = [groups[id(param)] for param in params.values()]
         # On the device, 1 if a gradient scaler makes a fused optimizer skip the step that is exchanged.
-        found = getattr(self.optimizer, "found_inf", None) if self._stepped is not None else None
+        found = getattr(self.optimizer, "found_inf", None) if self._step.stepped is not None else None
         skipped = None if found is None else local(found)
         return SegmentMoments(self.segment, kind, ours, states, self._flat.device, skipped, self._flat.dtype)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +30,9 @@ from lightning_sparse import METHODS, Method, Reducer, attach_updates, exchange_
 from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks.session import Session
-from lightning_sparse.shards import average_gradients, local
+from lightning_sparse.shards import average_gradients, local, local_gradient
 from lightning_sparse.update_rule import UpdateRule
+from lightning_sparse.updates.signal_share import SAMPLES
 from tests.integration.failing import SOON, end_like_a_script, note
 from tests.processes import run_ranks
 from tests.support.representatives import DISTINCT, small
@@ -347,12 +349,27 @@ def bytes_of_steps(rank: int) -> tuple[int, int, int, int]:
 
 def test_a_rank_sends_its_shards_to_its_group_only():
     results = run_ranks(4, bytes_of_steps)
-    # Rows of 8 + 1, 6 + 1 and 5 + 1 numbers; an all-reduce among P ranks sends 2(P − 1)/P times its input.
+    # Rows of 8 + 1, 6 + 1 and 5 + 1 numbers; an all-reduce among P ranks sends 2(P − 1)/P times its input. In
+    # both steps a rank also sends a sample of gradients in bf16.
     assert [numel for _, _, numel, _ in results] == [3 * 9 + 3 * 7 + 6, 3 * 9 + 2 * 7] * 2
     for before, sent, numel, size in results:
-        headers = sent - 2 * 4 * numel
+        headers = sent - 2 * 4 * numel - 2 * 2 * SAMPLES
         assert (before, size) == (0, 2)
         assert 0 <= headers < 2 * 100
+
+
+def gradient_of_a_copy(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.tensor([rank, 2.0]), mesh, [Partial()], run_check=False)
+    found = local_gradient(param)
+    assert found is not None
+    return found.tolist()
+
+
+def test_the_gradient_of_a_copy_is_the_sum_of_its_parts():
+    """Under sequence parallelism, each rank has a summand of the gradient of a norm that all ranks hold."""
+    assert run_ranks(2, gradient_of_a_copy) == [[1.0, 4.0]] * 2
 
 
 def while_state_is_saved_and_loaded(rank: int, local_steps: int) -> list[Any]:

@@ -1,0 +1,137 @@
+"""The share of signal in squared gradients, from a comparison of gradients among ranks.
+
+The gradients of the ranks have their signal in common. Their noise differs. So each rank takes u = g/√v, its gradient
+as Adam scales it, at a few elements of a segment, the same on all ranks. If q is the share of signal in v, the sum of
+squares of the mean of u over P ranks is q + (1 − q)/P times the mean sum of squares.
+
+Signal also lasts, and noise does not, so the two moments of one rank give an estimate without communication. It is
+wrong at high learning rates: gradients oscillate over time, and yet agree among ranks (`docs/research-updates.md`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.context import Context
+from lightning_sparse.kernels.launch import to_device
+from lightning_sparse.layout import Segment
+from lightning_sparse.momentum import SegmentMoments
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.shards import local_gradient
+from lightning_sparse.update_rule import SIGNAL
+
+SAMPLES = 512
+"""Number of elements of a segment at which ranks compare their gradients."""
+INTERVAL = 128
+"""In every so many steps ranks compare gradients once, after more frequent comparisons in the beginning."""
+WEIGHT = 0.25
+"""Weight of a comparison in q. So q is a mean over about the last four comparisons."""
+
+
+class SignalShare:
+    """The share of signal q of one segment, on one rank.
+
+    It is in the segment's state, 1-D fp32 and equal on all ranks: q, or NaN while it is unknown; the step of the first
+    comparison; and the number of ranks that average a gradient.
+
+    Attributes:
+        sample: this rank's u, after the first comparison. It stays at its address: otherwise later tensors would move,
+            and CUDA graphs could not be replayed.
+    """
+
+    def __init__(self, segment: Segment, reducer: Reducer, device: torch.device) -> None:
+        self._segment, self._reducer, self._device = segment, reducer, device
+        self.sample: Tensor | None = None
+        self._is_due = False
+        self._excess: Tensor | None = None
+
+    @property
+    def excess(self) -> Tensor:
+        """The excess f − 1, an fp32 scalar on the device; 0 while q is unknown. Updates are multiplied by f."""
+        if self._excess is None:
+            state = self._reducer.states[self._segment.index]
+            q = state[SIGNAL][0] if SIGNAL in state else torch.ones((), dtype=torch.float32, device=self._device)
+            self._excess = factor_of(q, self._reducer.workers) - 1
+        return self._excess
+
+    @torch.no_grad()
+    def take_sample(self, moments: Callable[[], SegmentMoments], params: Iterable[Tensor], skipped: bool) -> None:
+        """After a step, take a sample of this rank's gradients, if a comparison is due.
+
+        Args:
+            moments: returns the moments after the step.
+            params: the segment's parameters in order.
+            skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
+        """
+        ctx = Context(self._segment, self._reducer.step, seed=self._reducer.options.seed)
+        self._is_due = self._segment.numel > 0 and is_compared(ctx, self._first())
+        if self._is_due:
+            chosen = random.Random(ctx.key(shared=True)).choices(range(self._segment.numel), k=SAMPLES)
+            sample = moments().sample([*map(local_gradient, params)], sorted(chosen))
+            sample = sample.fill_(math.nan) if skipped else sample
+            self.sample = sample if self.sample is None else self.sample.copy_(sample)
+
+    def _first(self) -> int:
+        """Return the step of the first comparison. After a load it is in the state."""
+        index, reducer = self._segment.index, self._reducer
+        state, first = reducer.states[index], reducer.routing.compared
+        if index not in first:
+            self._excess = None
+            ranks = float(reducer.method.aggregator.ranks_per_link)
+            _, step, of = state[SIGNAL].tolist() if SIGNAL in state else (0, 0, math.nan)
+            first[index] = int(step) if of == ranks else reducer.step
+            if of != ranks:  # the mean of several gradients has more signal than one
+                new = torch.tensor([math.nan, reducer.step, ranks], dtype=torch.float32, device="cpu")
+                state[SIGNAL] = to_device(new, self._device)
+        return first[index]
+
+    def compare(self) -> None:
+        """After an exchange, compare samples with the other ranks, if that is due. All ranks call it."""
+        if self._is_due and self.sample is not None:
+            q = self._reducer.states[self._segment.index][SIGNAL][0]
+            q.copy_(signal_of(self._reducer.peers.all_gather(self.sample), q))
+            self.excess.copy_(factor_of(q, self._reducer.workers) - 1)
+        self._is_due = False
+
+
+def factor_of(q: Tensor, size: int) -> Tensor:
+    """Return f = 1/√(q + (1 − q)/P), as a new scalar; 1 if q is NaN.
+
+    Args:
+        q: the share of signal, an fp32 scalar. It is a mean of estimates, so it may be outside of 0 and 1.
+        size: P, the number of ranks, or of nodes.
+    """
+    q = q.nan_to_num(nan=1.0).clamp(0, 1)
+    return torch.rsqrt(q + (1 - q) / size)
+
+
+def is_compared(ctx: Context, first: int) -> bool:
+    """Return whether ranks compare gradients in this step.
+
+    Until `INTERVAL` steps lie between comparisons, there are four while the number of steps since the first comparison
+    doubles, because q changes fast in the beginning.
+
+    Args:
+        first: the step of the first comparison.
+    """
+    interval = 1 << max(0, ((ctx.step - first) // 4).bit_length() - 1)
+    return ctx.turn(min(interval, INTERVAL)) == 0
+
+
+def signal_of(samples: Tensor, before: Tensor) -> Tensor:
+    """Return q after a comparison, as a new fp32 scalar.
+
+    Args:
+        samples: u at the same elements of all P ranks, (P, elements). A comparison with an infinity or a NaN, or with
+            zeros only, does not count.
+        before: q before the comparison; NaN if it is unknown.
+    """
+    x, size = samples.float(), len(samples)
+    agreed = x.mean(0).square().sum() / x.square().mean(0).sum()
+    q = (size * agreed - 1) / (size - 1)
+    return torch.where(q.isfinite(), torch.where(before.isnan(), q, torch.lerp(before, q, WEIGHT)), before)
