@@ -1,4 +1,4 @@
-"""The momentum of optimizers: its place in their states, its unspent part, and the share of noise in an update.
+"""The momentum of optimizers: its place in their states, its unspent part, and the rescaling of updates.
 
 **Momentum payout.** A first moment spreads each gradient over later steps. The unspent momentum p is the weight change
 that the moment would still make without new gradients. It is β/(1 − β) · (change of the last step − its decoupled
@@ -142,7 +142,7 @@ class SegmentMoments:
         """
         if self._is_empty:
             return None
-        numbers = self._per_parameter(lambda group: (1.0, -_decay(group, self._dtype)), without=(0.0, 0.0))
+        numbers = self._per_parameter(lambda group: (1.0, -_decay(group, self._dtype)))
         if self._skipped is not None:
             numbers = torch.where(self._skipped > 0, 0.0, numbers)
         self._factors, decay_terms = numbers * excess
@@ -163,17 +163,17 @@ class SegmentMoments:
         if self._kind.unspent is not None and any(group.get("nesterov", True) for group in self._groups):
             # From the moments: independent of the deltas, and not rescaled.
             references, factors = self._from_moments(self._kind.unspent, weights), None
-            rows: Callable[[State], Sequence[Any]] = lambda _: (0.0, 1.0)  # noqa: E731
+            rows: Callable[[State], tuple[Any, Any]] = lambda _: (0.0, 1.0)  # noqa: E731
         else:
             decays = any(map(_decays, self._groups))
             references = before_last if before_last is not None else weights if decays else None
 
-            def rows(group: State) -> Sequence[Any]:
+            def rows(group: State) -> tuple[Any, Any]:
                 beta = self._kind.beta(group)
                 unspent = beta / (1 - beta)
                 return unspent, -unspent * (_decay(group, self._dtype) if before_last is None else 1.0)
 
-        coefficients = self._per_parameter(rows, without=(0.0, 0.0))
+        coefficients = self._per_parameter(rows)
         if self._skipped is not None:
             coefficients = torch.where(self._skipped > 0, 0.0, coefficients)
         return Payout(coefficients, references, factors)
@@ -196,21 +196,20 @@ class SegmentMoments:
             if moment is not None and cleared is not None and not moment.is_contiguous():
                 moment.copy_(cleared.view(moment.shape))
 
-    def _per_parameter(self, rows: Callable[[State], Sequence[Any]], without: Sequence[float]) -> Tensor:
-        """Return numbers for each parameter, (rows, parameters), fp32, on the parameters' device.
+    def _per_parameter(self, rows: Callable[[State], tuple[Any, Any]]) -> Tensor:
+        """Return two numbers for each parameter, (2, parameters), fp32, on the parameters' device; 0 without momentum.
 
         They are computed for all parameters of a group at once, because an operation on the device is a launch.
 
         Args:
-            rows: called once per parameter group, with the group. It returns the rows, each of one number.
-            without: the rows for parameters without momentum.
+            rows: returns the two numbers of a parameter group.
         """
         of_group: dict[int | None, list[int]] = {}
         for index, (group, moment) in enumerate(zip(self._groups, self._first, strict=True)):
             of_group.setdefault(None if moment is None else id(group), []).append(index)
         made: list[Sequence[Any]] = []
         for key, indices in of_group.items():
-            made.append(without if key is None else rows(self._groups[indices[0]]))
+            made.append((0.0, 0.0) if key is None else rows(self._groups[indices[0]]))
         device = self._device if any(_on_device(x) for each in made for x in each) else torch.device("cpu")
         parts = [
             [_row(x, len(indices), device) for x in each] for each, indices in zip(made, of_group.values(), strict=True)
@@ -345,7 +344,7 @@ MOMENTS: Mapping[type[Optimizer], Moments] = {
 ADAM_LIKE = Moments("exp_avg", _beta, "exp_avg_sq", is_guessed=True)
 LIKE = {"adam": ADAM_LIKE, "lamb": ADAM_LIKE, "adopt": Moments("exp_avg", _beta, is_guessed=True)}
 """Part of a name to the moments of optimizers of other packages with betas; see `Moments.is_guessed`. ADOPT divides a
-gradient before it enters the first moment, so its moments do not show the part of noise."""
+gradient before it enters the first moment. Rescaling was not tried with it."""
 UNLIKE = ("nadam", "qhadam", "exadam", "dadapt", "muon")
 """Parts of names of other packages' optimizers that step by more than the first moment, or have moments in different
 units. By the change of the weights, their payout would also send the last gradient many times."""

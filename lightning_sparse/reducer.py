@@ -129,12 +129,6 @@ class Reducer:
         return self.comm.sub(self.method.aggregator.node_of(self.comm.rank), counted=False)
 
     @property
-    def peers(self) -> Comm:
-        """This rank's connection to one rank of each worker, and to itself."""
-        count, comm = self.method.aggregator.ranks_per_link, self.comm
-        return comm if count == 1 else comm.sub(range(comm.rank % count, comm.size, count))
-
-    @property
     def captures(self) -> Captures:
         """The CUDA graphs of all segments."""
         return self.segment_states.captures

@@ -52,6 +52,7 @@ class SegmentStates:
         self.layout: Layout | None = None
         self.later: Collection[str] | None = None
         self._kept: dict[str, dict[str, Tensor]] = {}  # loaded state of such parameters, by name of the state
+        self._kept_segments: dict[str, dict[str, Tensor]] = {}  # and of segments with them, by names of the parameters
         self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class SegmentStates:
 
     def clear(self) -> None:
         """Set all state to zero."""
-        self._loaded, self._kept = None, {}
+        self._loaded, self._kept, self._kept_segments = None, {}, {}
         self._restart([*self.specs])
 
     def restart_equal_states(self) -> None:
@@ -87,6 +88,9 @@ class SegmentStates:
         equal = [name for name, spec in self.specs.items() if spec.resize == "replicate"]
         self._restart(equal)
         self._kept = {name: of_frozen for name, of_frozen in self._kept.items() if name not in equal}
+        for kept in self._kept_segments.values():
+            for name in kept.keys() & equal:
+                del kept[name]
 
     def _restart(self, names: Collection[str]) -> None:
         for state in self.by_segment:
@@ -116,7 +120,7 @@ class SegmentStates:
         elements: dict[str, Any] = {
             name: {**self._kept.get(name, {})} for name, spec in self.specs.items() if spec.per == "element"
         }
-        segments = {}
+        segments = {names: {**kept} for names, kept in self._kept_segments.items()}
         for segment, state in zip(self.layout.segments if self.layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
@@ -145,7 +149,8 @@ class SegmentStates:
             return
         owners = saved["owners"]
         fitting = {name for name, owner in owners.items() if self._owners.get(name) == owner}
-        dropped = {name: owners[name] for name in sorted(owners.keys() - fitting)}
+        present = saved["elements"].keys() | {name for each in saved["segments"].values() for name in each}
+        dropped = {name: owners[name] for name in sorted(present - fitting)}
         if dropped and saved["rank"] == 0:  # the same on all ranks
             log.warning(self._why_dropped(dropped))
         for name in fitting & saved["elements"].keys():
@@ -174,6 +179,11 @@ class SegmentStates:
                     state[name] = value.to(self._device, copy=True)
         known = set(layout.names)
         self._kept = {name: {x: per[x] for x in per if x not in known} for name, per in elements.items()}
+        self._kept_segments = {
+            names: {name: x for name, x in kept.items() if name in fitting}
+            for names, kept in saved["segments"].items()
+            if not known.issuperset(names.split("\n"))
+        }
 
     def _why_dropped(self, dropped: Mapping[str, str]) -> str:
         """Return the warning about dropped state, given as owner by name."""

@@ -98,7 +98,7 @@ UPDATES = {
         "*fp32",
     ),
 }
-UPDATES |= {"maxima": "*i32", "scale": "fp32"} | dict.fromkeys(("many", "numel", "count"), "i32")
+UPDATES |= {"partial": "*fp32", "maxima": "*i32", "scale": "fp32"} | dict.fromkeys(("many", "numel", "count"), "i32")
 WORDS = {"words": "*i32", "within": "*i64", "of_block": "*i64", "sums": "*i64", "count": "i32", "block": "i32"}
 WORDS |= {"tiles": "i32", "words_each": "i32", "sums_each": "i32"}
 WORDS |= {"heads": "*i64", "fingerprint": "i64", "status": "*i64", "start": "i64"}

@@ -22,7 +22,7 @@ from lightning_sparse.momentum import ADAM, SegmentMoments, moments_of, second_d
 from lightning_sparse.state import resized, sources
 from lightning_sparse.update_rule import SIGNAL, UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, factor_of, is_compared, signal_of
+from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, excess_of, is_compared, signal_of
 from tests.support.tiers import full, one_in, tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
@@ -170,7 +170,7 @@ def test_one_step_of_adamw_is_rescaled_by_hand(decay):
 
 
 def test_the_share_of_signal_by_hand():
-    """Equal gradients are signal; those that cancel are less than noise. Comparisons without a number do not count."""
+    """Equal gradients are signal. Gradients that cancel are less than noise. NaN and infinity do not count."""
     ones, before, unknown = torch.ones(4, 3), torch.tensor(0.5), torch.tensor(math.nan)
     assert signal_of(ones, unknown) == 1
     assert signal_of(ones, before) == 0.5 + WEIGHT * 0.5
@@ -253,7 +253,7 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
                 signal = signal_of(comm.all_gather(own), signal)
         change = (before - one.weight).detach().view(-1)
         unscaled = change.clone()
-        factors, _ = moments.rescaling(factor_of(signal, size) - 1)
+        factors, _ = moments.rescaling(excess_of(signal, size))
         change = change * factors
         wanted = (dense_before - all_ranks.weight).detach()
         return change.mean().item(), wanted.mean().item(), unscaled.mean().item()
@@ -301,13 +301,13 @@ def test_weight_decay_that_rounding_undoes_is_not_compensated(dtype, options, de
 
 
 def exchanged_once(
-    comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule
+    comm: Comm, net: torch.nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule, grad: float = 1.0
 ) -> DeltaExchange:
-    """Exchange the update of a step with gradients of 1, everything sent."""
+    """Exchange the update of a step with equal gradients, everything sent."""
     updates = DeltaExchange(Reducer(dense(rule), comm, exchanged="update"), net, [optimizer])
     updates.begin(optimizer)
     for param in net.parameters():
-        param.grad = torch.ones_like(param)
+        param.grad = torch.full_like(param, grad)
     optimizer.step()
     updates.exchange(optimizer)
     return updates
@@ -319,7 +319,9 @@ def test_a_parameter_that_was_not_stepped_is_not_rescaled():
     def rank(comm: Comm) -> bool:
         net = torch.nn.Linear(3, 2)
         optimizer = ADAMW(net.parameters(), 0.1, weight_decay=0.5)
-        updates, before = exchanged_once(comm, net, optimizer, UpdateRule()), net.weight.detach().clone()
+        updates = exchanged_once(comm, net, optimizer, UpdateRule(), -1.0 if comm.rank else 1.0)
+        before = net.weight.detach().clone()
+        assert updates.segments[0].signal.excess > 0
         updates.begin(optimizer)
         net.weight.grad = None
         net.bias.grad = torch.full_like(net.bias, -1.0)
@@ -584,7 +586,7 @@ def test_comparisons_begin_anew_if_the_share_of_signal_is_unknown(change):
         assert not torch.equal(found[2], found[3])
 
 
-@pytest.mark.parametrize("way", ["by a scaler", "in a fused step"])
+@pytest.mark.parametrize("way", ["by a scaler", "in a fused step", "without gradients"])
 def test_a_skipped_step_is_not_compared(way):
     """Rank 1 has no usable gradients then, and its zeros would count as noise."""
 
@@ -600,7 +602,10 @@ def test_a_skipped_step_is_not_compared(way):
                 local_steps(net, optimizer, comm.rank, step, 1)
             elif way == "in a fused step":
                 optimizer.found_inf = torch.ones(())
-            updates.exchange(optimizer, stepped=not skips or way == "in a fused step")
+            elif way == "without gradients":
+                optimizer.zero_grad()
+                optimizer.step()
+            updates.exchange(optimizer, stepped=not skips or way != "by a scaler")
             optimizer.found_inf = None
             found.append(reducer.states[0][SIGNAL][0].clone())
         return found

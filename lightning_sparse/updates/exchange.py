@@ -298,8 +298,11 @@ class DeltaExchange:
             self._wait_or_restore()
         segments, groups = self._start(optimizer), _groups_of(optimizer)
         try:
+            skipped = not stepped or all(
+                self.parameters[x].grad is None for each in segments for x in each.segment.names
+            )
             for each in segments if stepped is not None else ():
-                each.note_step(groups, skipped=not stepped)
+                each.note_step(groups, skipped=skipped)
             self._write_stale()
             if self._rule.delayed:
                 begun = [each.begin_(groups) for each in segments]  # no graphs: all begin before one ends

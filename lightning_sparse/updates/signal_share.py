@@ -1,8 +1,8 @@
 """The share of signal in squared gradients, from a comparison of gradients among ranks.
 
 The gradients of the ranks have their signal in common. Their noise differs. So each rank takes u = g/√v, its gradient
-as Adam scales it, at a few elements of a segment, the same on all ranks. If q is the share of signal in v, the sum of
-squares of the mean of u over P ranks is q + (1 − q)/P times the mean sum of squares.
+as Adam scales it, at a few elements of a segment, the same on all ranks. Let q be the share of signal in v. Of the mean
+of u over P ranks, the sum of squares is q + (1 − q)/P times the mean sum of squares of u.
 
 Signal also lasts, and noise does not, so the two moments of one rank give an estimate without communication. It is
 wrong at high learning rates: gradients oscillate over time, and yet agree among ranks (`docs/research-updates.md`).
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ WEIGHT = 0.25
 class SignalShare:
     """The share of signal q of one segment, on one rank.
 
-    It is in the segment's state, 1-D fp32 and equal on all ranks: q, or NaN while it is unknown; the step of the first
-    comparison; and the number of ranks that average a gradient.
+    The segment's state has three numbers, 1-D fp32 and equal on all ranks: q, the step of the first comparison, and the
+    number of ranks that average a gradient. While q is unknown it is NaN.
 
     Attributes:
         sample: this rank's u, after the first comparison. It stays at its address: otherwise later tensors would move,
@@ -56,7 +57,7 @@ class SignalShare:
         if self._excess is None:
             state = self._reducer.states[self._segment.index]
             q = state[SIGNAL][0] if SIGNAL in state else torch.ones((), dtype=torch.float32, device=self._device)
-            self._excess = factor_of(q, self._reducer.workers) - 1
+            self._excess = excess_of(q, self._reducer.workers)
         return self._excess
 
     @torch.no_grad()
@@ -68,7 +69,8 @@ class SignalShare:
             params: the segment's parameters in order.
             skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
         """
-        ctx = Context(self._segment, self._reducer.step, seed=self._reducer.options.seed)
+        # Ranks with copies of the segment may have shards of other lengths before it.
+        ctx = Context(replace(self._segment, start=0), self._reducer.step, seed=self._reducer.options.seed)
         self._is_due = self._segment.numel > 0 and is_compared(ctx, self._first())
         if self._is_due:
             chosen = random.Random(ctx.key(shared=True)).choices(range(self._segment.numel), k=SAMPLES)
@@ -92,29 +94,31 @@ class SignalShare:
 
     def compare(self) -> None:
         """After an exchange, compare samples with the other ranks, if that is due. All ranks call it."""
-        if self._is_due and self.sample is not None:
-            q = self._reducer.states[self._segment.index][SIGNAL][0]
-            q.copy_(signal_of(self._reducer.peers.all_gather(self.sample), q))
-            self.excess.copy_(factor_of(q, self._reducer.workers) - 1)
+        if self._is_due:
+            assert self.sample is not None
+            reducer, q = self._reducer, self._reducer.states[self._segment.index][SIGNAL][0]
+            every = reducer.comm.all_gather(self.sample)[:: reducer.method.aggregator.ranks_per_link]
+            q.copy_(signal_of(every, q))
+            self.excess.copy_(excess_of(q, reducer.workers))
         self._is_due = False
 
 
-def factor_of(q: Tensor, size: int) -> Tensor:
-    """Return f = 1/√(q + (1 − q)/P), as a new scalar; 1 if q is NaN.
+def excess_of(q: Tensor, size: int) -> Tensor:
+    """Return f − 1 with f = 1/√(q + (1 − q)/P), as a new scalar; 0 if q is NaN.
 
     Args:
         q: the share of signal, an fp32 scalar. It is a mean of estimates, so it may be outside of 0 and 1.
         size: P, the number of ranks, or of nodes.
     """
     q = q.nan_to_num(nan=1.0).clamp(0, 1)
-    return torch.rsqrt(q + (1 - q) / size)
+    return torch.rsqrt(q + (1 - q) / size) - 1
 
 
 def is_compared(ctx: Context, first: int) -> bool:
     """Return whether ranks compare gradients in this step.
 
-    Until `INTERVAL` steps lie between comparisons, there are four while the number of steps since the first comparison
-    doubles, because q changes fast in the beginning.
+    They compare four times while the number of steps since the first comparison doubles, because q changes fast in the
+    beginning. Later they compare once in `INTERVAL` steps.
 
     Args:
         first: the step of the first comparison.

@@ -355,9 +355,9 @@ def test_several_optimizers_wait_for_each_other_and_several_models_train_apart()
         parts = [*plain.parameters()]
         optimizers = [torch.optim.AdamW(parts[:2], lr=0.01), torch.optim.SGD(parts[2:], lr=0.05)]
         attach_updates(plain, optimizers, "topk", density=0.2, group=mesh["replicate"].get_group())
-        for _ in steps(plain, optimizers[0], rank, 4):
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+        for _ in steps(plain, optimizers[1], rank, 4):  # which steps the second one afterwards
+            optimizers[0].step()
+            optimizers[0].zero_grad()
         return weights(model), whole(plain), weights(other), weights(alone), len(fabric.strategy.reducers), early
 
     for two, plain, other, alone, reducers, (kind, text, _) in lightning_ranks(4, run):
