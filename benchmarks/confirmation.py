@@ -72,7 +72,9 @@ TRIED += [
     for name in ("ddp", DEFAULT)
 ]
 """The file also contains other trainings. In an earlier version, ranks clipped at the norm 1 and had the given β₂. With
-"factor from moments", each rank estimated the share of signal in its gradients from its two moments."""
+"factor from moments", each rank estimated the share of signal in its gradients from its two moments. With "denser
+comparisons", ranks compared gradients in each tenth step at 1,000 elements, and with "other samples" at other elements
+than now, in fp16."""
 
 
 def work(job: Row) -> None:

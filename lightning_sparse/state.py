@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from lightning_sparse.methods import Method
 log = logging.getLogger(__name__)
 VERSION = 2
 """Version of the format of `Reducer.state_dict`."""
+
+
+class _Kept(NamedTuple):
+    """Loaded state of parameters that the layout may get later.
+
+    Attributes:
+        elements: by name of the state, then by name of the parameter.
+        segments: of segments with such a parameter, by the names of their parameters, then by name of the state.
+    """
+
+    elements: dict[str, dict[str, Tensor]]
+    segments: dict[str, dict[str, Tensor]]
 
 
 class SegmentStates:
@@ -51,8 +63,7 @@ class SegmentStates:
         self.strides: Mapping[str, tuple[int, ...]] = {}
         self.layout: Layout | None = None
         self.later: Collection[str] | None = None
-        self._kept: dict[str, dict[str, Tensor]] = {}  # loaded state of such parameters, by name of the state
-        self._kept_segments: dict[str, dict[str, Tensor]] = {}  # and of segments with them, by names of the parameters
+        self._kept = _Kept({}, {})
         self._loaded: Mapping[str, Any] | None = None  # state that was loaded before the parameters are known
 
     def allocate(self, layout: Layout, device: torch.device) -> None:
@@ -80,17 +91,19 @@ class SegmentStates:
 
     def clear(self) -> None:
         """Set all state to zero."""
-        self._loaded, self._kept, self._kept_segments = None, {}, {}
+        self._loaded, self._kept = None, _Kept({}, {})
         self._restart([*self.specs])
 
     def restart_equal_states(self) -> None:
         """Set all state to zero that is equal on all ranks."""
         equal = [name for name, spec in self.specs.items() if spec.resize == "replicate"]
         self._restart(equal)
-        self._kept = {name: of_frozen for name, of_frozen in self._kept.items() if name not in equal}
-        for kept in self._kept_segments.values():
-            for name in kept.keys() & equal:
-                del kept[name]
+        elements = {name: kept for name, kept in self._kept.elements.items() if name not in equal}
+        segments = {
+            names: {name: x for name, x in kept.items() if name not in equal}
+            for names, kept in self._kept.segments.items()
+        }
+        self._kept = _Kept(elements, segments)
 
     def _restart(self, names: Collection[str]) -> None:
         for state in self.by_segment:
@@ -118,9 +131,9 @@ class SegmentStates:
         if self._loaded is not None:
             return dict(self._loaded)
         elements: dict[str, Any] = {
-            name: {**self._kept.get(name, {})} for name, spec in self.specs.items() if spec.per == "element"
+            name: {**self._kept.elements.get(name, {})} for name, spec in self.specs.items() if spec.per == "element"
         }
-        segments = {names: {**kept} for names, kept in self._kept_segments.items()}
+        segments = {names: {**kept} for names, kept in self._kept.segments.items()}
         for segment, state in zip(self.layout.segments if self.layout else (), self.by_segment, strict=True):
             for name, per_param in elements.items():
                 for param, shape, view in zip(segment.names, segment.shapes, segment.views(state[name]), strict=True):
@@ -178,12 +191,14 @@ class SegmentStates:
                 if name in fitting:
                     state[name] = value.to(self._device, copy=True)
         known = set(layout.names)
-        self._kept = {name: {x: per[x] for x in per if x not in known} for name, per in elements.items()}
-        self._kept_segments = {
-            names: {name: x for name, x in kept.items() if name in fitting}
-            for names, kept in saved["segments"].items()
-            if not known.issuperset(names.split("\n"))
-        }
+        self._kept = _Kept(
+            {name: {x: per[x] for x in per if x not in known} for name, per in elements.items()},
+            {
+                names: {name: x for name, x in kept.items() if name in fitting}
+                for names, kept in saved["segments"].items()
+                if not known.issuperset(names.split("\n"))
+            },
+        )
 
     def _why_dropped(self, dropped: Mapping[str, str]) -> str:
         """Return the warning about dropped state, given as owner by name."""

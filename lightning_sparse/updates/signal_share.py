@@ -37,8 +37,8 @@ WEIGHT = 0.25
 class SignalShare:
     """The share of signal q of one segment, on one rank.
 
-    The segment's state has three numbers, 1-D fp32 and equal on all ranks: q, the step of the first comparison, and the
-    number of ranks that average a gradient. While q is unknown it is NaN.
+    The segment's state has three numbers, 1-D fp32 and equal on all ranks. They are q, the step of the first
+    comparison, and the number of ranks that average a gradient. While q is unknown it is NaN.
 
     Attributes:
         sample: this rank's u, after the first comparison. It stays at its address: otherwise later tensors would move,
