@@ -7,8 +7,8 @@ TRAINED = {
 """Largest number of workers with which a method trained as well as dense training in this project's benchmarks.
 
 The keys are the optimizer and the method. With AdamW and default options, a GPT's final loss was at most 2 % higher
-(`language.csv`, `comparison_gpt_adamw.csv`). If gradients were clipped and β₂ was 0.95, it was 2 to 3 % higher with
-four workers after 3,000 steps, in single runs (`confirmation.csv`). With SGD the same holds for quantizers
+(`language.csv`, `comparison_gpt_adamw.csv`). If gradients were clipped and β₂ was 0.95, it was 1 to 3 % higher with
+four workers, in few runs (`confirmation.csv`). With SGD the same holds for quantizers
 (`comparison_gpt_sgd.csv`). Sparse gradients ended higher there. No other method is recommended. A node whose ranks
 average gradients is one worker: two nodes of eight ranks ended 1.5 % higher, and eight of two 1.9 % (`frontier.csv`).
 """
