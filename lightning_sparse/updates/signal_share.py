@@ -69,11 +69,12 @@ class SignalShare:
             params: the segment's parameters in order.
             skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
         """
-        # Ranks with copies of the segment may have shards of other lengths before it.
-        ctx = Context(replace(self._segment, start=0), self._reducer.step, seed=self._reducer.options.seed)
+        ctx = Context(self._segment, self._reducer.step, seed=self._reducer.options.seed)
         self._is_due = self._segment.numel > 0 and is_compared(ctx, self._first())
         if self._is_due:
-            chosen = random.Random(ctx.key(shared=True)).choices(range(self._segment.numel), k=SAMPLES)
+            # Ranks with copies of the segment may have shards of other lengths before it.
+            key = replace(ctx, segment=replace(self._segment, start=0)).key(shared=True)
+            chosen = random.Random(key).choices(range(self._segment.numel), k=SAMPLES)
             sample = moments().sample([*map(local_gradient, params)], sorted(chosen))
             sample = sample.fill_(math.nan) if skipped else sample
             self.sample = sample if self.sample is None else self.sample.copy_(sample)
