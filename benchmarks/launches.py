@@ -4,7 +4,7 @@ The count needs no GPU: it uses fake CUDA tensors that are computed on the CPU. 
 kernel, each operation of torch on the device, each copy between host and device, and each collective. An operation
 counts once even if torch launches several kernels for it, as for sorts. An operation on a list of tensors of different
 dtypes counts once per tensor. The segment is a block of GPT-2 small with 12 parameters and 7.09 M elements. The step is
-the tenth: ranks do not compare gradients in it. The density is 0.001 if the method has one. For updates, the count
+the eleventh: ranks do not compare gradients in it. The density is 0.001 if the method has one. For updates, the count
 includes the whole exchange after a step of AdamW with default options, with two-bit values. The fused AdamW keeps its
 step counts on the device.
 
@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):
 
 
 def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> results.Row:
-    """Return the number of launches of a segment in the tenth step."""
+    """Return the number of launches of a segment in the eleventh step."""
     row: results.Row = {"method": name, "ranks": ranks, "gradients": str(dtype)[6:], "exchanged": exchanged}
     with on_fake_cuda() as launched:
         comm = Counting(ranks, first_may_wait=True)
@@ -62,7 +62,7 @@ def launches(name: str, ranks: int, dtype: torch.dtype, exchanged: str) -> resul
         form = {"fused": True} if "fused" in exchanged else {"foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), **form)  # type: ignore[arg-type]
         updates = DeltaExchange(reducer, model, [optimizer]) if what == "update" else None
-        for comm.steps in range(10):
+        for comm.steps in range(11):
             for param in model.values():
                 param.grad = torch.empty_like(param)
             if updates is not None:

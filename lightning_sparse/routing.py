@@ -35,7 +35,7 @@ class Routing:
         others: a digest of further settings that must be equal on all ranks in each exchange.
         last: the aggregator of each segment's last exchange, by the segment's index. Ranks are in sync if it is that of
             the present exchange.
-        compared: the step of the first comparison of gradients, by the segment's index.
+        compared: the number of comparisons of gradients and the step of the last one, by the segment's index.
     """
 
     def __init__(self, method: Method, comm: Comm, layout: Layout, dtypes: Sequence[torch.dtype] = ()) -> None:
@@ -44,7 +44,7 @@ class Routing:
         self.others = 0
         self._logged: set[float | None] = set()
         self.last: dict[int, Aggregator[Any]] = {}
-        self.compared: dict[int, int] = {}
+        self.compared: dict[int, tuple[int, int]] = {}
 
     def parts(self, segment: Segment, density: float | None) -> Parts:
         """Return the compressor and the aggregator of a segment at the given density."""

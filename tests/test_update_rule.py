@@ -1,6 +1,7 @@
 """Local steps, the outer optimizer, momentum factor masking, and residual decay."""
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from lightning_sparse import METHODS, Method, Reducer, method, simulate
 from lightning_sparse.aggregators import AllReduceMean, TwoLevel
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import Identity, TopK
-from lightning_sparse.context import Context
 from lightning_sparse.layout import Layout
 from lightning_sparse.memory import DecayingResidual, NoMemory
 from lightning_sparse.methods import MethodSpec
@@ -22,7 +22,7 @@ from lightning_sparse.momentum import ADAM, SegmentMoments, moments_of, second_d
 from lightning_sparse.state import resized, sources
 from lightning_sparse.update_rule import SIGNAL, UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, excess_of, is_compared, signal_of
+from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, excess_of, interval_after, signal_of
 from tests.support.tiers import full, one_in, tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
@@ -212,19 +212,19 @@ def test_samples_are_of_the_same_elements_on_all_ranks():
     assert moments.sample([None] * 5, some).tolist() == [0] * 5
 
 
-def test_comparisons_become_rare():
-    """There are four while the number of steps doubles, and later one in each `INTERVAL`, at any step of it."""
-    segments = Layout.of({"a.w": (1,), "b.w": (1,)}, "layer").segments
-    of_first, of_second = (
-        [t for t in range(100 * INTERVAL) if is_compared(Context(segment, t), 0)] for segment in segments
-    )
-    assert of_first[:8] == [*range(8)]
-    for start in (8, 16, 32, 64, 128, 256):
-        assert len([t for t in of_first if start <= t < 2 * start]) == 4
-    late = [t for t in of_first if t >= 8 * INTERVAL]
-    assert [t // INTERVAL for t in late] == [*range(8, 100)]
-    assert len({t % INTERVAL for t in late}) > 80  # two optimizers in turn must not miss all of them
-    assert of_second != of_first
+@pytest.mark.parametrize("rare", [1, 6])
+def test_comparisons_become_rare(rare):
+    """There are four while the number of steps doubles, and later one in each `INTERVAL`, also if few steps are."""
+    steps, last, count = [], 0, 0
+    for step in range(3, 100 * INTERVAL, rare):
+        if count == 0 or step - last >= interval_after(count):
+            steps.append(step)
+            last, count = step, count + 1
+    assert [(t - 3) // rare for t in steps[:8]] == [*range(8)]
+    doublings = [len([t for t in steps if start <= t - 3 < 2 * start]) for start in (8, 16, 32, 64, 128, 256)]
+    assert doublings == [4] * 6 if rare == 1 else min(doublings[3:]) >= 3
+    late = [b - a for a, b in itertools.pairwise(steps) if a >= 8 * INTERVAL]
+    assert {*late} == {-(-INTERVAL // rare) * rare}
 
 
 @full
@@ -522,9 +522,9 @@ def test_saved_and_loaded_goes_on_bit_for_bit(name, size):
     assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=True))
 
 
-@pytest.mark.parametrize("stop", [9, 10])
+@pytest.mark.parametrize("stop", [8, 9])
 def test_the_share_of_signal_goes_on_bit_for_bit(stop):
-    """Ranks compare gradients in step 10 and not in 9."""
+    """Ranks compare gradients in step 9 and not in 8."""
 
     def train(comm: Comm, saved: dict[str, Any] | None, stop: int) -> tuple[list[Tensor], dict[str, Any]]:
         net = Net()
@@ -551,8 +551,8 @@ def test_the_share_of_signal_goes_on_bit_for_bit(stop):
         assert all(map(torch.equal, one[2 * stop :], other))
         signal = one[1::2]
         assert all(map(torch.equal, signal, whole[0][1::2]))  # on all ranks
-        assert torch.equal(signal[8], signal[9])
-        assert not torch.equal(signal[9], signal[10])
+        assert torch.equal(signal[7], signal[8])
+        assert not torch.equal(signal[8], signal[9])
 
 
 @pytest.mark.parametrize("change", ["forgets", "has nodes"])
@@ -580,8 +580,14 @@ def test_comparisons_begin_anew_if_the_share_of_signal_is_unknown(change):
             found.append(reducer.states[0][SIGNAL].clone())
         return found
 
+    ranks = 2 if change == "has nodes" else 1
     for found in simulate(4, rank):
-        assert [x[1:].tolist() for x in found] == [[1001, 1]] * 2 + [[1003, 2 if change == "has nodes" else 1]] * 2
+        assert [x[1:].tolist() for x in found] == [
+            [1, 1001, 1],
+            [2, 1002, 1],
+            [1, 1003, ranks],
+            [2, 1004, ranks],
+        ]
         assert not any(x[0].isnan() for x in found)
         assert not torch.equal(found[2], found[3])
 
@@ -637,7 +643,7 @@ def test_a_model_with_another_name_keeps_the_share_of_signal():
         return before
 
     for signal in simulate(2, rank):
-        assert signal.tolist() == [1, 0, 1]
+        assert signal.tolist() == [1, 1, 0, 1]
 
 
 def test_another_number_of_ranks_keeps_the_outer_momentum():

@@ -37,8 +37,8 @@ WEIGHT = 0.25
 class SignalShare:
     """The share of signal q of one segment, on one rank.
 
-    The segment's state has three numbers, 1-D fp32 and equal on all ranks. They are q, the step of the first
-    comparison, and the number of ranks that average a gradient. While q is unknown it is NaN.
+    The segment's state has four numbers, 1-D fp32 and equal on all ranks. They are q, the number of comparisons, the
+    step of the last one, and the number of ranks that average a gradient. While q is unknown it is NaN.
 
     Attributes:
         sample: this rank's u, after the first comparison. It stays at its address: otherwise later tensors would move,
@@ -69,9 +69,15 @@ class SignalShare:
             params: the segment's parameters in order.
             skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
         """
-        ctx = Context(self._segment, self._reducer.step, seed=self._reducer.options.seed)
-        self._is_due = self._segment.numel > 0 and is_compared(ctx, self._first())
+        count, last = self._comparisons()
+        step, index = self._reducer.step, self._segment.index
+        self._is_due = self._segment.numel > 0 and (count == 0 or step - last >= interval_after(count))
         if self._is_due:
+            self._reducer.routing.compared[index] = count + 1, step
+            state = self._reducer.states[index][SIGNAL]
+            state[1].fill_(count + 1)
+            state[2].fill_(step)
+            ctx = Context(self._segment, step, seed=self._reducer.options.seed)
             # Ranks with copies of the segment may have shards of other lengths before it.
             key = replace(ctx, segment=replace(self._segment, start=0)).key(shared=True)
             chosen = random.Random(key).choices(range(self._segment.numel), k=SAMPLES)
@@ -79,19 +85,20 @@ class SignalShare:
             sample = sample.fill_(math.nan) if skipped else sample
             self.sample = sample if self.sample is None else self.sample.copy_(sample)
 
-    def _first(self) -> int:
-        """Return the step of the first comparison. After a load it is in the state."""
+    def _comparisons(self) -> tuple[int, int]:
+        """Return the number of comparisons and the step of the last one. After a load they are in the state."""
         index, reducer = self._segment.index, self._reducer
-        state, first = reducer.states[index], reducer.routing.compared
-        if index not in first:
+        state, compared = reducer.states[index], reducer.routing.compared
+        if index not in compared:
             self._excess = None
             ranks = float(reducer.method.aggregator.ranks_per_link)
-            _, step, of = state[SIGNAL].tolist() if SIGNAL in state else (0, 0, math.nan)
-            first[index] = int(step) if of == ranks else reducer.step
+            _, count, last, of = state[SIGNAL].tolist() if SIGNAL in state else (0, 0, 0, math.nan)
             if of != ranks:  # the mean of several gradients has more signal than one
-                new = torch.tensor([math.nan, reducer.step, ranks], dtype=torch.float32, device="cpu")
+                count = last = 0
+                new = torch.tensor([math.nan, count, last, ranks], dtype=torch.float32, device="cpu")
                 state[SIGNAL] = to_device(new, self._device)
-        return first[index]
+            compared[index] = int(count), int(last)
+        return compared[index]
 
     def compare(self) -> None:
         """After an exchange, compare samples with the other ranks, if that is due. All ranks call it."""
@@ -115,17 +122,13 @@ def excess_of(q: Tensor, size: int) -> Tensor:
     return torch.rsqrt(q + (1 - q) / size) - 1
 
 
-def is_compared(ctx: Context, first: int) -> bool:
-    """Return whether ranks compare gradients in this step.
+def interval_after(count: int) -> int:
+    """Return the number of steps between two comparisons, after `count` of them.
 
-    They compare four times while the number of steps since the first comparison doubles, because q changes fast in the
-    beginning. Later they compare once in `INTERVAL` steps.
-
-    Args:
-        first: the step of the first comparison.
+    Ranks compare four times while the number of steps doubles, because q changes fast in the beginning. Later they
+    compare once in `INTERVAL` steps.
     """
-    interval = 1 << max(0, ((ctx.step - first) // 4).bit_length() - 1)
-    return ctx.turn(min(interval, INTERVAL)) == 0
+    return min(1 << max(0, min(count, 64) // 4 - 1), INTERVAL)
 
 
 def signal_of(samples: Tensor, before: Tensor) -> Tensor:
