@@ -106,11 +106,14 @@ class SegmentMoments:
     def _is_empty(self) -> bool:
         return all(moment is None for moment in self._first)
 
-    def sample(self, grads: Sequence[Tensor | None], indices: Sequence[int]) -> Tensor:
+    def sample(self, grads: Sequence[Tensor | None], weights: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
         """Return g/√v at some elements, 1-D bf16: 0 without a gradient or without moments, NaN if the step was skipped.
+
+        If weight decay is not decoupled, the optimizer adds it to the gradient. So it is in v, and is added to g, too.
 
         Args:
             grads: the gradient of each parameter, in the segment's order.
+            weights: each parameter.
             indices: indices of elements of the segment, ascending.
         """
         bounds, second = self._segment.bounds, self._kind.second or ""
@@ -122,6 +125,8 @@ class SegmentMoments:
             grad, chosen = grads[number], places[first:last]
             if first < last and grad is not None and self._first[number] is not None:
                 g[first:last] = grad.reshape(-1)[chosen]
+                if decay := _coupled_decay(self._groups[number]):
+                    g[first:last] += decay * weights[number].reshape(-1)[chosen]
                 v[first:last] = self._states[number][second].reshape(-1)[chosen]
         u = torch.where(v == 0, 0.0, g * v.rsqrt())
         if self._skipped is not None:
@@ -251,6 +256,12 @@ def _decay(group: State, dtype: torch.dtype) -> Any:
 
 def _decays(group: State) -> bool:
     return bool(group.get("decoupled_weight_decay") and group["weight_decay"])
+
+
+def _coupled_decay(group: State) -> Any:
+    """Return the decay that the optimizer adds to gradients; negative if it maximizes."""
+    coupled = group.get("decoupled_weight_decay") is False  # other packages' optimizers without this key may decouple
+    return group["weight_decay"] * (-1 if group.get("maximize") else 1) if coupled else 0
 
 
 def _on_device(x: Any) -> bool:

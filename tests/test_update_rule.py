@@ -205,11 +205,21 @@ def test_samples_are_of_the_same_elements_on_all_ranks():
     states = [{} if v is None else {"exp_avg": v, "exp_avg_sq": v} for v in seconds]
     group = {"betas": (0.9, 0.999)}
     moments = SegmentMoments(segment, ADAM, [group] * 5, states, torch.device("cpu"))
-    everything = moments.sample(grads, range(segment.numel))
+    weights = [*map(torch.ones, lengths.values())][::-1]
+    everything = moments.sample(grads, weights, range(segment.numel))
     assert everything.tolist() == [0.5, 1, 1.5, 2, 0, 0, 0, 0, 0, 5, 0, 14]
     some = [0, 3, 3, 6, 11]
-    assert moments.sample(grads, some).tolist() == everything[some].tolist()
-    assert moments.sample([None] * 5, some).tolist() == [0] * 5
+    assert moments.sample(grads, weights, some).tolist() == everything[some].tolist()
+    assert moments.sample([None] * 5, weights, some).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(("decoupled", "maximize", "u"), [(True, False, 0.5), (False, False, 1.5), (False, True, -0.5)])
+def test_samples_contain_weight_decay_if_the_moments_do(decoupled, maximize, u):
+    """With v = 4 and the weight 1, the gradient 1 gives 1/2. Coupled decay of 2 adds 1, or subtracts it."""
+    group = {"betas": (0.9, 0.999), "weight_decay": 2.0, "maximize": maximize, "decoupled_weight_decay": decoupled}
+    state = {"exp_avg": torch.ones(1), "exp_avg_sq": torch.full((1,), 4.0)}
+    moments = SegmentMoments(Layout.of({"w": (1,)}).segments[0], ADAM, [group], [state], torch.device("cpu"))
+    assert moments.sample([torch.ones(1)], [torch.ones(1)], [0]).tolist() == [u]
 
 
 @pytest.mark.parametrize("rare", [1, 6])
@@ -249,7 +259,7 @@ def test_rescaled_updates_are_as_large_as_dense_adams(noise, size):
             kind, state = moments_of(mine), mine.state[one.weight]
             moments = SegmentMoments(segment, kind, mine.param_groups, [state], grad.device)
             if step % 20 == 0:
-                own = moments.sample([grad], range(step, step + SAMPLES))
+                own = moments.sample([grad], [one.weight], range(step, step + SAMPLES))
                 signal = signal_of(comm.all_gather(own), signal)
         change = (before - one.weight).detach().view(-1)
         unscaled = change.clone()

@@ -815,7 +815,7 @@ def test_samples_before_the_first_step_are_zeros():
     group = {"betas": (0.9, 0.999), "lr": 0.1, "weight_decay": 0.0}
     state = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4), "step": 0}
     moments = SegmentMoments(segment, ADAM_LIKE, [group], [state], torch.device("cpu"))
-    assert moments.sample([torch.full((4,), math.inf)], range(4)).tolist() == [0.0] * 4
+    assert moments.sample([torch.full((4,), math.inf)], [torch.zeros(4)], range(4)).tolist() == [0.0] * 4
 
 
 def test_a_parameter_without_a_shape_is_an_error():

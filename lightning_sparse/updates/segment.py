@@ -179,7 +179,7 @@ class UpdateSegment:
         """
         self._step.stepped = [param.grad is not None and not skipped for param in self._params.values()]
         if self._rule.rescales(self.optimizer, self._reducer.workers):
-            self.signal.take_sample(partial(self._moments, groups), self._params.values(), skipped)
+            self.signal.take_sample(partial(self._moments, groups), [*self._params.values()], skipped)
 
     @property
     def differs(self) -> list[Tensor]:

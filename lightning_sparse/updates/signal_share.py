@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from lightning_sparse.kernels.launch import to_device
 from lightning_sparse.layout import Segment
 from lightning_sparse.momentum import SegmentMoments
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.shards import local_gradient
+from lightning_sparse.shards import local, local_gradient
 from lightning_sparse.update_rule import SIGNAL
 
 SAMPLES = 512
@@ -61,7 +61,7 @@ class SignalShare:
         return self._excess
 
     @torch.no_grad()
-    def take_sample(self, moments: Callable[[], SegmentMoments], params: Iterable[Tensor], skipped: bool) -> None:
+    def take_sample(self, moments: Callable[[], SegmentMoments], params: Sequence[Tensor], skipped: bool) -> None:
         """After a step, take a sample of this rank's gradients, if a comparison is due.
 
         Args:
@@ -81,7 +81,7 @@ class SignalShare:
             # Ranks with copies of the segment may have shards of other lengths before it.
             key = replace(ctx, segment=replace(self._segment, start=0)).key(shared=True)
             chosen = random.Random(key).choices(range(self._segment.numel), k=SAMPLES)
-            sample = moments().sample([*map(local_gradient, params)], sorted(chosen))
+            sample = moments().sample([*map(local_gradient, params)], [*map(local, params)], sorted(chosen))
             sample = sample.fill_(math.nan) if skipped else sample
             self.sample = sample if self.sample is None else self.sample.copy_(sample)
 
