@@ -48,7 +48,7 @@ class SignalShare:
     def __init__(self, segment: Segment, reducer: Reducer, device: torch.device) -> None:
         self._segment, self._reducer, self._device = segment, reducer, device
         self.sample: Tensor | None = None
-        self._is_due = False
+        self._due: int | None = None  # the step of a sample that is not compared yet
         self._excess: Tensor | None = None
 
     @property
@@ -70,13 +70,10 @@ class SignalShare:
             skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
         """
         count, last = self._comparisons()
-        step, index = self._reducer.step, self._segment.index
-        self._is_due = self._segment.numel > 0 and (count == 0 or step - last >= interval_after(count))
-        if self._is_due:
-            self._reducer.routing.compared[index] = count + 1, step
-            state = self._reducer.states[index][SIGNAL]
-            state[1].fill_(count + 1)
-            state[2].fill_(step)
+        step = self._reducer.step
+        is_due = self._segment.numel > 0 and (count == 0 or step - last >= interval_after(count))
+        self._due = step if is_due else None
+        if is_due:
             ctx = Context(self._segment, step, seed=self._reducer.options.seed)
             # Ranks with copies of the segment may have shards of other lengths before it.
             key = replace(ctx, segment=replace(self._segment, start=0)).key(shared=True)
@@ -102,13 +99,18 @@ class SignalShare:
 
     def compare(self) -> None:
         """After an exchange, compare samples with the other ranks, if that is due. All ranks call it."""
-        if self._is_due:
+        step, self._due = self._due, None
+        if step is not None:
             assert self.sample is not None
-            reducer, q = self._reducer, self._reducer.states[self._segment.index][SIGNAL][0]
+            reducer, index = self._reducer, self._segment.index
             every = reducer.comm.all_gather(self.sample)[:: reducer.method.aggregator.ranks_per_link]
+            q, count, last, _ = reducer.states[index][SIGNAL]
             q.copy_(signal_of(every, q))
             self.excess.copy_(excess_of(q, reducer.workers))
-        self._is_due = False
+            # Count here: if a step fails on all ranks, some ranks may have taken a sample, and others not.
+            reducer.routing.compared[index] = reducer.routing.compared[index][0] + 1, step
+            count.add_(1)
+            last.fill_(step)
 
 
 def excess_of(q: Tensor, size: int) -> Tensor:
