@@ -22,7 +22,7 @@ from lightning_sparse.momentum import ADAM, SegmentMoments, moments_of, second_d
 from lightning_sparse.state import resized, sources
 from lightning_sparse.update_rule import SIGNAL, UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
-from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, excess_of, interval_after, signal_of
+from lightning_sparse.updates.signal_share import INTERVAL, SAMPLES, WEIGHT, excess_of, is_due, signal_of
 from tests.support.tiers import full, one_in, tiers
 from tests.support.update_training import ADAMW, SGD, Net, residual, weights
 
@@ -225,11 +225,10 @@ def test_samples_contain_weight_decay_if_the_moments_do(decoupled, maximize, u):
 @pytest.mark.parametrize("rare", [1, 6])
 def test_comparisons_become_rare(rare):
     """There are four while the number of steps doubles, and later one in each `INTERVAL`, also if few steps are."""
-    steps, last, count = [], 0, 0
+    steps = []
     for step in range(3, 100 * INTERVAL, rare):
-        if count == 0 or step - last >= interval_after(count):
+        if is_due(step, len(steps), steps[-1] if steps else -1):
             steps.append(step)
-            last, count = step, count + 1
     assert [(t - 3) // rare for t in steps[:8]] == [*range(8)]
     doublings = [len([t for t in steps if start <= t - 3 < 2 * start]) for start in (8, 16, 32, 64, 128, 256)]
     assert doublings == [4] * 6 if rare == 1 else min(doublings[3:]) >= 3

@@ -69,29 +69,26 @@ class SignalShare:
             params: the segment's parameters in order.
             skipped: whether the optimizer skipped the step on this rank. Then the comparison does not count.
         """
-        count, last = self._comparisons()
-        step = self._reducer.step
-        is_due = self._segment.numel > 0 and (count == 0 or step - last >= interval_after(count))
-        self._due = step if is_due else None
-        if is_due:
-            ctx = Context(self._segment, step, seed=self._reducer.options.seed)
+        step, seed = self._reducer.step, self._reducer.options.seed
+        self._due = step if is_due(step, *self._comparisons()) and self._segment.numel else None
+        if self._due is not None:
             # Ranks with copies of the segment may have shards of other lengths before it.
-            key = replace(ctx, segment=replace(self._segment, start=0)).key(shared=True)
+            key = Context(replace(self._segment, start=0), step, seed=seed).key(shared=True)
             chosen = random.Random(key).choices(range(self._segment.numel), k=SAMPLES)
             sample = moments().sample([*map(local_gradient, params)], [*map(local, params)], sorted(chosen))
             sample = sample.fill_(math.nan) if skipped else sample
             self.sample = sample if self.sample is None else self.sample.copy_(sample)
 
     def _comparisons(self) -> tuple[int, int]:
-        """Return the number of comparisons and the step of the last one. After a load they are in the state."""
+        """Return the number of comparisons and the step of the last one, or −1. After a load they are in the state."""
         index, reducer = self._segment.index, self._reducer
         state, compared = reducer.states[index], reducer.routing.compared
         if index not in compared:
             self._excess = None
             ranks = float(reducer.method.aggregator.ranks_per_link)
-            _, count, last, of = state[SIGNAL].tolist() if SIGNAL in state else (0, 0, 0, math.nan)
+            _, count, last, of = state[SIGNAL].tolist() if SIGNAL in state else (0, 0, -1, math.nan)
             if of != ranks:  # the mean of several gradients has more signal than one
-                count = last = 0
+                count, last = 0, -1
                 new = torch.tensor([math.nan, count, last, ranks], dtype=torch.float32, device="cpu")
                 state[SIGNAL] = to_device(new, self._device)
             compared[index] = int(count), int(last)
@@ -124,13 +121,17 @@ def excess_of(q: Tensor, size: int) -> Tensor:
     return torch.rsqrt(q + (1 - q) / size) - 1
 
 
-def interval_after(count: int) -> int:
-    """Return the number of steps between two comparisons, after `count` of them.
+def is_due(step: int, count: int, last: int) -> bool:
+    """Return whether ranks compare gradients in this step.
 
-    Ranks compare four times while the number of steps doubles, because q changes fast in the beginning. Later they
+    They compare four times while the number of steps doubles, because q changes fast in the beginning. Later they
     compare once in `INTERVAL` steps.
+
+    Args:
+        count: the number of comparisons so far.
+        last: the step of the last one; −1 before the first.
     """
-    return min(1 << max(0, min(count, 64) // 4 - 1), INTERVAL)
+    return step - last >= min(1 << max(0, min(count, 64) // 4 - 1), INTERVAL)
 
 
 def signal_of(samples: Tensor, before: Tensor) -> Tensor:
