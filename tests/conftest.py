@@ -1,5 +1,6 @@
 """Settings of all tests: fixed seeds, one thread, and NaN in uninitialised memory."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 # Set before torch is imported. Use one thread, because a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A process that is forked while a thread of another test ends may wait for ever for a lock of MKL's own allocator.
+os.environ["MKL_DISABLE_FAST_MM"] = "1"
 # Without this variable, deterministic products on CUDA raise an error before torch 2.11.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # For each connection torch's store looks up the name of 127.0.0.1. If a DNS server drops the query, that takes 5 s.
@@ -25,11 +28,15 @@ pytest_plugins = ["tests.plugins.reliability"]
 # Scripts that tests start.
 collect_ignore = ["integration/fit.py", "compile_kernels.py", "run_kernels.py"]
 
+# Collections while tests are collected would take a third of that time, and find nothing.
+gc.disable()
+
 # If a shell starts the tests in the background, they and the ranks that they start would ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
+# Then torch.empty is filled with NaN. Unlike torch.use_deterministic_algorithms, this does not import torch's compiler.
+torch.set_deterministic_debug_mode("error")
 
 
 # Of the full tier, `make test-all` runs the first case of a test without quick cases, and one of others in this number.
@@ -37,6 +44,11 @@ torch.use_deterministic_algorithms(True)  # then torch.empty is filled with NaN
 ONE_IN = 40
 # Tests here start processes, so `make test` runs one quick case of each, and `make test-all` the others.
 PROCESSES = Path(__file__).parent / "integration"
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def _commit():
@@ -86,7 +98,8 @@ def _place(item, places):
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    # Until CUDA is in use, torch.manual_seed keeps a stack trace of each call, which takes longer than many tests.
+    (torch.manual_seed if torch.cuda.is_available() else torch.random.default_generator.manual_seed)(0)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def run_script(script: Path, *arguments: str, timeout: float) -> subprocess.Comp
         process = multiprocessing.get_context("fork").Process(
             target=_script, args=(script, arguments, port, out.fileno(), err.fileno())
         )
-        start_all([process])
+        process.start()
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -81,18 +81,14 @@ def _script(script: Path, arguments: Sequence[str], port: str, out: int, err: in
     runpy.run_path(str(script), run_name="__main__")
 
 
-def start_all(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Start processes that never collect garbage of this process.
-
-    A process group's destructor waits for threads that exist only in its own process. A garbage collection may run in a
-    forked process before its first line.
-    """
+def _leave_garbage() -> None:
     gc.freeze()
-    try:
-        for process in processes:
-            process.start()
-    finally:
-        gc.unfreeze()
+    gc.enable()
+
+
+# Forked processes never collect garbage of their parent, also not before their first line: the destructor of a process
+# group waits for threads that only the parent has.
+os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=_leave_garbage)
 
 
 def run_ranks(
@@ -130,7 +126,8 @@ def run_ranks(
         )
         for rank in range(size)
     ]
-    start_all(processes)
+    for process in processes:
+        process.start()
     for _, writing in pipes:
         writing.close()
     results: list[Any] = []

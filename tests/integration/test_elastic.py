@@ -29,7 +29,7 @@ from examples.elastic import newest, train
 from examples.train import quiet
 from lightning_sparse.reducer import Reducer
 from tests.integration.trainers import Loader, Net, lightning_ranks, strategy, trainer
-from tests.processes import free_port, start_all
+from tests.processes import free_port
 from tests.support.tiers import exhaustive, full
 
 TIMEOUT = 3.0  # timeout of the groups in seconds, for cases in which a rank stays
@@ -158,7 +158,8 @@ def sabotaged(
         os._exit(1)
 
     ranks = [context.Process(target=child, args=(rank,)) for rank in range(size)]
-    start_all(ranks)
+    for process in ranks:
+        process.start()
     for rank, process in enumerate(ranks):
         if rank != victim:
             process.join(PATIENCE)
