@@ -86,8 +86,8 @@ def _leave_garbage() -> None:
     gc.enable()
 
 
-# Forked processes never collect garbage of their parent, also not before their first line: the destructor of a process
-# group waits for threads that only the parent has.
+# A forked process never collects its parent's garbage, also not before its first line. Otherwise the destructor of a
+# process group would wait for threads that only the parent has.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=_leave_garbage)
 
 

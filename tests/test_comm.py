@@ -17,6 +17,7 @@ from lightning_sparse.comm import Comm, ProcessGroupComm, RankFailure, simulate
 from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.peers import ANSWER_SECONDS, Peers
 from lightning_sparse.comm.process_group import DIRECT
+from lightning_sparse.hooks import handshakes
 from lightning_sparse.hooks import session as sessions
 from lightning_sparse.hooks.session import Session
 from lightning_sparse.options import ReducerOptions
@@ -302,11 +303,11 @@ def reported_twice(rank: int) -> tuple[int, int]:
     mine, error = session(), ValueError("the disk is full")
     group = dist.group.WORLD
     mine.fail(error)
-    before = sessions._attempts[group]
-    sessions.report_or_diagnose(error)
-    reported = sessions._attempts[group]
-    sessions.report_or_diagnose(ValueError("another one"))
-    return reported - before, sessions._attempts[group] - before
+    before = handshakes._attempts[group]
+    handshakes.report_or_diagnose(error)
+    reported = handshakes._attempts[group]
+    handshakes.report_or_diagnose(ValueError("another one"))
+    return reported - before, handshakes._attempts[group] - before
 
 
 def test_an_error_that_a_session_has_reported_counts_no_handshake():
@@ -335,7 +336,7 @@ def worker_fails(rank: int, within: str) -> tuple[str, str]:
     else:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Handshake, "refusal", lambda self: "Rank 7 failed: ValueError")
-            sessions.report_or_diagnose(error)
+            handshakes.report_or_diagnose(error)
     return before, str(error)
 
 

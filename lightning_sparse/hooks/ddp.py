@@ -29,9 +29,10 @@ from lightning_sparse._compat import (
 )
 from lightning_sparse.comm.broadcast import broadcast_differing
 from lightning_sparse.hooks.gradient_exchange import GradientExchanger
+from lightning_sparse.hooks.handshakes import report_errors_to_peers
 from lightning_sparse.hooks.misuse import attached, detach, keep_checked, replaced
 from lightning_sparse.hooks.rates import Rates
-from lightning_sparse.hooks.session import Session, report_errors_to_peers
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.options import OnNonFinite, ReducerOptions

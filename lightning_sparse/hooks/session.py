@@ -14,12 +14,11 @@ import contextlib
 import ctypes
 import logging
 import os
-import re
 import sys
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
@@ -34,19 +33,16 @@ from torch import Tensor
 import lightning_sparse
 from lightning_sparse._compat import backend_name, group_timeout, is_open, new_named_group
 from lightning_sparse.comm import POLL, ProcessGroupComm, RankFailure
-from lightning_sparse.comm.handshake import Handshake
 from lightning_sparse.comm.link import shortest_gather
-from lightning_sparse.comm.peers import JOIN_SECONDS, Peers, first_line
-from lightning_sparse.comm.process_group import CONNECT_SECONDS, call_in_thread, has_ended
-from lightning_sparse.comm.store import StoreTimeout, in_thread
+from lightning_sparse.comm.peers import JOIN_SECONDS, Peers
+from lightning_sparse.comm.process_group import call_in_thread, has_ended
+from lightning_sparse.comm.store import in_thread
+from lightning_sparse.hooks.handshakes import is_broken, next_handshake, report_errors_to_peers
 from lightning_sparse.methods import Method
 from lightning_sparse.options import ReducerOptions, check_optional
 from lightning_sparse.reducer import Exchanged, Reducer, error_message
 
 log = logging.getLogger(__name__)
-_attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The number of the latest handshake of each group. All ranks of a group count alike, and a new process starts anew.
-A run of a Trainer begins with another number, because an error of one rank after a fit counts a handshake there."""
 STUCK_SECONDS = 20.0
 """Seconds after which a device that still works is taken to wait for another rank, after training has failed."""
 OPENING, LEAST_OPENING, MOST_OPENED = 1 << 19, 1 << 17, 32
@@ -58,88 +54,6 @@ LONG_TRIP, LONG_WAIT = 0.005, 0.05
 """Seconds of one message, and seconds of all messages of a step, above which there is a warning."""
 LONG_BUFFERS = 1 << 16
 """Bytes of buffers below which there is no warning. Over 50 Mbit/s they take 10 ms."""
-_BROKEN = re.compile(
-    "gloo|NCCL|ProcessGroup|monitoredBarrier|pair closure|Connection (closed|reset)|Broken pipe|Timed out waiting"
-)
-"""Matches the first line of torch's errors for a broken collective, which have no special class."""
-
-
-@contextlib.contextmanager
-def report_errors_to_peers(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Report an error in the block to the other ranks of a group; None is the default group.
-
-    For work before a `Session`, which the other ranks would otherwise wait to open with this rank.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if dist.is_initialized():
-            # Without the store's host the other ranks end anyway. RankFailure: the store gave no first answer.
-            with contextlib.suppress(dist.DistError, StoreTimeout, RankFailure):
-                _refuse(error, group)
-        raise
-
-
-def report_or_diagnose(error: BaseException) -> None:
-    """Report an error of a training without a `Session` to the other ranks, or find its cause.
-
-    If the error says that a connection broke, the cause is put in front of its text. The cause is the error that
-    another rank has reported, or the loss of the store.
-    """
-    broken, reason = _is_broken(error), ""
-    try:
-        if broken:
-            reason = _handshake(ProcessGroupComm(None)).refusal()
-        else:
-            _refuse(error, None, attaches=False)
-    except RankFailure as failure:  # no first answer from the store: its host has ended or is frozen
-        reason = str(failure)
-    except (dist.DistError, StoreTimeout):
-        pass
-    if broken and reason:
-        error.args = (f"{reason} ({error})",)
-
-
-def _refuse(error: BaseException, group: dist.ProcessGroup | None, *, attaches: bool = True) -> None:
-    """Report an error to the other ranks once, although it may pass here again; they know of a RankFailure already."""
-    if not isinstance(error, RankFailure) and not hasattr(error, "_lightning_sparse_reported"):
-        error._lightning_sparse_reported = True  # type: ignore[attr-defined]
-        _handshake(ProcessGroupComm(group)).refuse(error, attaches=attaches)
-
-
-def agree(settings: Mapping[str, Any], device: torch.device, timeout: timedelta | None) -> None:
-    """Compare settings with all ranks of the default group, before a `Session`.
-
-    Args:
-        settings: values by name, see `Handshake.agree`.
-        timeout: time to wait for other ranks; None takes the group's.
-
-    Raises:
-        RankFailure: settings differ, or a rank cannot attach, has ended, or does not arrive in time.
-    """
-    comm = ProcessGroupComm(None)
-    _handshake(comm, timeout or group_timeout(comm.group, device)).agree(settings)
-
-
-def number_handshakes(run: int) -> None:
-    """Number the next handshakes of the default group anew, because ranks may have counted differently before.
-
-    Args:
-        run: number of the run to which the handshakes belong; equal on all ranks.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    _attempts[world] = run << 16
-
-
-def _is_broken(error: BaseException) -> bool:
-    """Return whether an error says that a collective broke off, but not why."""
-    # Later lines may quote another connection: an error of a DataLoader's worker contains the worker's traceback.
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, RankFailure)
-        and bool(_BROKEN.search(first_line(error)))
-    )
 
 
 @cache
@@ -155,21 +69,6 @@ def _source_hash() -> str:
         if file.is_file() and "/." not in f"/{file.relative_to(root).as_posix()}":
             found = zlib.crc32(file.read_bytes().replace(b"\r\n", b"\n"), found)
     return f"{found:08x}"
-
-
-def _handshake(
-    comm: ProcessGroupComm,
-    timeout: timedelta = timedelta(seconds=CONNECT_SECONDS),
-    part: Sequence[int] | None = None,
-) -> Handshake:
-    """Return this rank's next handshake with the ranks of a group."""
-    group, ranks = comm.group, comm.ranks
-    attempt = _attempts[group] = _attempts.get(group, -1) + 1
-
-    def ended(rank: int) -> bool | None:
-        return has_ended(group, ranks.index(rank))
-
-    return Handshake(comm.store, group.group_name, dist.get_rank(), ranks, timeout, ended, part, attempt)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -257,7 +156,7 @@ class Session:
             self.reducer = Reducer(method, self.comm, exchanged=exchanged, **vars(options))
             self.reducer.setup(params, group_of())
             others, version = settings(), f"{lightning_sparse.__version__} (source files {_source_hash()})"
-        name = _handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
+        name = next_handshake(everyone, timeout, None if part is None else self.comm.ranks).agree(
             {
                 "__version__ of lightning_sparse": version,  # the first in the order of names
                 "method": repr(method),
@@ -412,11 +311,11 @@ class Session:
             in_model: whether the model's forward or backward pass raised it. Then only a broken connection counts, in a
                 collective of the model, as FSDP2 has them.
         """
-        is_broken = _is_broken(error)
-        if self.is_closed or (in_model and not is_broken):
+        broken = is_broken(error)
+        if self.is_closed or (in_model and not broken):
             return
         is_new, self._reported = self._reported != id(error), id(error)
-        if is_broken and is_new:  # a checkpoint on the exception reports the same error again
+        if broken and is_new:  # a checkpoint on the exception reports the same error again
             # Meanwhile torchrun may send SIGTERM, and Lightning's handler may raise another error.
             with contextlib.suppress(Exception):
                 if cause := self.comm.peers.diagnose(None) if in_model else self.comm.diagnose():

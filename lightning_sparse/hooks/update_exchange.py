@@ -39,6 +39,7 @@ from lightning_sparse.hooks.equal_states import (
     share_states,
     take_rank_0s,
 )
+from lightning_sparse.hooks.handshakes import report_errors_to_peers
 from lightning_sparse.hooks.misuse import ExchangeChecks, UnattachedOptimizerCheck
 from lightning_sparse.hooks.optimizer_kinds import (
     DUAL_AVERAGING,
@@ -56,7 +57,7 @@ from lightning_sparse.hooks.optimizer_kinds import (
 from lightning_sparse.hooks.overlap import BackwardOverlap
 from lightning_sparse.hooks.rates import Rates
 from lightning_sparse.hooks.scalers import unwrap, wrap
-from lightning_sparse.hooks.session import Session, report_errors_to_peers
+from lightning_sparse.hooks.session import Session
 from lightning_sparse.methods import Method
 from lightning_sparse.options import Overlap, ReducerOptions, listed
 from lightning_sparse.reducer import NonFiniteGradient, timed

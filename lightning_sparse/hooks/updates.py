@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.hooks.handshakes import report_errors_to_peers
 from lightning_sparse.hooks.misuse import (
     RefuseDDP,
     attached,
@@ -31,7 +32,6 @@ from lightning_sparse.hooks.misuse import (
     keep_attached,
     replaced,
 )
-from lightning_sparse.hooks.session import report_errors_to_peers
 from lightning_sparse.hooks.update_exchange import UpdateExchanger, exchange_of
 from lightning_sparse.layout import Granularity
 from lightning_sparse.methods import Method, method_options, resolve_method, resolve_updates

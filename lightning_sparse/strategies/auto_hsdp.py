@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_sparse._compat import backend_name
-from lightning_sparse.hooks.session import report_errors_to_peers
+from lightning_sparse.hooks.handshakes import report_errors_to_peers
 from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
 from lightning_sparse.strategies.auto import BASIS, KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded

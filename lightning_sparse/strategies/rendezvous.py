@@ -11,7 +11,7 @@ from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.peers import ANSWER_SECONDS
 from lightning_sparse.comm.process_group import default_store
 from lightning_sparse.comm.store import BoundedStore, meet
-from lightning_sparse.hooks.session import number_handshakes
+from lightning_sparse.hooks.handshakes import number_handshakes
 
 MEET_SECONDS = 5.0
 """Seconds to wait for the other ranks. Ranks that are in a step learn of an error sooner."""
