@@ -2,7 +2,7 @@
 
     Trainer(strategy="auto_hsdp", num_nodes=2, devices=8)  # two replicas, each sharded over the devices of a node
 
-Replicas average gradients, as with dense_hsdp, or exchange updates, as with topk_hsdp. `auto` has the choice.
+Replicas average gradients, as with dense_hsdp, or exchange updates, as with topk_hsdp. `choice` has the choice.
 """
 
 # Lightning's strategy and ours are the next bases:
@@ -17,7 +17,8 @@ from lightning_sparse._compat import backend_name
 from lightning_sparse.hooks.handshakes import report_errors_to_peers
 from lightning_sparse.hooks.stock import average_shards
 from lightning_sparse.shards import check_averages
-from lightning_sparse.strategies.auto import BASIS, KEY, NEXT_STEP, TOPK, AutoStrategy, Loaded
+from lightning_sparse.strategies.auto import AutoStrategy
+from lightning_sparse.strategies.choice import BASIS, KEY, NEXT_STEP, TOPK, Loaded
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.training import Training
 from lightning_sparse.trained import SHARDED, TRAINED

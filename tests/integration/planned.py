@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 
 from lightning_sparse import AutoDDPStrategy, AutoHSDPStrategy
-from lightning_sparse.strategies import auto
+from lightning_sparse.strategies import choice
 from lightning_sparse.strategies.tuner import Tuner
 
 
@@ -47,7 +47,7 @@ class Planned(Brief):
 def follow(plan: Sequence[str]) -> None:
     """Let strategies of this process follow a plan from now on; an empty one lets them measure."""
     Planned.plan = plan
-    auto.Tuner = Planned if plan else Brief  # type: ignore[misc]
+    choice.Tuner = Planned if plan else Brief  # type: ignore[misc]
 
 
 class Logged(pl.loggers.logger.DummyLogger):

@@ -27,8 +27,8 @@ from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, G
 from lightning_sparse.hooks.stock import count_ddp
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
-from lightning_sparse.strategies import auto as auto_module
-from lightning_sparse.strategies.auto import KEY, Loaded, _Choice, _Clock
+from lightning_sparse.strategies import choice as choice_module
+from lightning_sparse.strategies.choice import KEY, Choice, Clock, Loaded
 from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
@@ -253,7 +253,7 @@ def test_numbers_and_scalers_are_rank_0s_after_settling(kind):
 
 
 def resumed(rank: int, folder: Any, name: str) -> Any:
-    auto_module.measure_link = lambda *_: (1e9, 1e-4)
+    choice_module.measure_link = lambda *_: (1e9, 1e-4)
     saves = pl.callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=STEPS)
     kind = torch.optim.AdamW
     fit(Net(kind, lr=0.01), auto(["ddp", name]), rank, callbacks=[saves])
@@ -278,13 +278,13 @@ def test_a_resumed_run_keeps_the_choice_bit_for_bit(name, tmp_path):
 
 def divided(rank: int, latencies: Sequence[float], plan: Sequence[str]) -> tuple[list[int], Tensor]:
     """Return the number of segments in each step. The link changes after step 9, and ranks measure it again."""
-    auto_module.measure_link = lambda *_: (1e6, latencies[0])
+    choice_module.measure_link = lambda *_: (1e6, latencies[0])
     strategy, segments = auto(plan, bucket_cap_mb=5e-4), []
 
     def look(run: Any, *_: Any) -> None:
         segments.append(len(strategy.reducer.layout.segments))
         if run.global_step == 9:
-            auto_module.measure_link = lambda *_: (1e6, latencies[1])
+            choice_module.measure_link = lambda *_: (1e6, latencies[1])
             strategy._auto.measure_again(strategy)
 
     watch = fit(
@@ -328,7 +328,7 @@ def seconds(stock: float) -> dict[str, float]:
     ],
 )
 def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chosen, settled):
-    choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
+    choice = Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
     choice.options |= {"topk": choice._base, "int4": choice._base}
     choice._ranks, choice.loaded = 2, Loaded("int4", False, found)
     choice.tuner = Tuner(seconds(stock), "ddp")
@@ -351,7 +351,7 @@ def test_a_choice_holds_for_as_many_ranks_and_a_similar_link(found, stock, chose
     ],
 )
 def test_over_a_fast_link_residuals_are_kept_if_a_candidate_takes_them(loaded, first, why):
-    choice = _Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
+    choice = Choice(StrategyOptions("topk", None, {}, ReducerOptions()), "auto_ddp", "ddp")
     choice.options |= {"topk": choice._base, "int4": choice._base}
     choice._ranks, choice.loaded = 2, loaded
     choice.tuner = Tuner({"ddp": 1e-3, "topk": 1e-4, "int4": 1e-4}, "ddp")
@@ -367,7 +367,7 @@ def congested(rank: int) -> tuple[int, list[str]]:
         measured.append(rank)
         return (1e9 if len(measured) == 1 else 1e4), 1e-6
 
-    auto_module.measure_link = measure
+    choice_module.measure_link = measure
     net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
     watch = fit(net, strategy, rank, max_steps=54)
     return len(measured), watch.names
@@ -383,8 +383,8 @@ def test_before_the_first_decision_ranks_look_whether_others_use_the_link_now():
 
 
 def without_room(rank: int) -> tuple[str, list[float]]:
-    auto_module._free_bytes = lambda device, trains: 1e12 if rank else 15 * net.weights.numel()
-    auto_module.measure_link = lambda *_: (1e3, 1e-6)
+    choice_module._free_bytes = lambda device, trains: 1e12 if rank else 15 * net.weights.numel()
+    choice_module.measure_link = lambda *_: (1e3, 1e-6)
     net, strategy = Net(torch.optim.AdamW, lr=0.01), auto([])
     return fit(net, strategy, rank, max_steps=1).names[0], [*strategy._auto.tuner.links.values()]
 
@@ -700,8 +700,8 @@ def in_little_memory(rank: int, spared: int) -> tuple[list[str], list[str]]:
     def free(device: torch.device, trains: bool = True) -> float:
         return spared * net.weights.numel() - strategy._auto._bytes(strategy)[strategy.choice] if rank else 1e12
 
-    auto_module._free_bytes = free
-    auto_module.measure_link = lambda *_: (1e9, 1e-6)
+    choice_module._free_bytes = free
+    choice_module.measure_link = lambda *_: (1e9, 1e-6)
     net, strategy, said = Net(torch.optim.AdamW, lr=0.01), auto([]), []
     strategy.inform = said.append  # type: ignore[method-assign]
     fit(net, strategy, rank, max_steps=120)
@@ -829,7 +829,7 @@ class TwiceSGD(torch.optim.SGD):
 
 
 def evaluating(rank: int, kind: Any, rate: float) -> tuple[list[str], list[str]]:
-    auto_module.measure_link = lambda *_: (rate, 1e-6)
+    choice_module.measure_link = lambda *_: (rate, 1e-6)
     follow([])
     strategy, said = AutoDDPStrategy(process_group_backend="gloo"), []
     strategy.inform = said.append  # type: ignore[method-assign]
@@ -907,7 +907,7 @@ def test_updates_are_no_candidates_from_the_step_in_which_they_cannot_be_exchang
 
 
 def test_without_a_note_of_the_end_a_step_lasts_until_the_next_one():
-    clock = _Clock()
+    clock = Clock()
     clock.begin_batch()
     time.sleep(0.02)
     assert clock.take() >= 0.02

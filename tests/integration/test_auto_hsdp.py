@@ -19,8 +19,8 @@ from lightning_sparse.compressors import TopK
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.memory import Residual
 from lightning_sparse.shards import average_gradients, keep_gradients
-from lightning_sparse.strategies import auto as auto_module
-from lightning_sparse.strategies.auto import KEY
+from lightning_sparse.strategies import choice as choice_module
+from lightning_sparse.strategies.choice import KEY
 from lightning_sparse.update_rule import UpdateRule
 from tests.integration.checkpoints import At
 from tests.integration.failing import EVENTS, SOON
@@ -223,7 +223,7 @@ def test_settling_takes_the_means_of_replicas_moments_and_gradients(some):
 
 
 def resumed(rank: int, folder: str, plan: list[str]) -> Any:
-    auto_module.measure_link = lambda *_: (1e9, 1e-4)
+    choice_module.measure_link = lambda *_: (1e9, 1e-4)
     path, said = f"{folder}/half.ckpt", []
     unbroken = watched(auto(plan), callbacks=[save(path)])
     strategy = auto(plan)
@@ -379,7 +379,7 @@ def test_a_rank_that_fails_is_named_on_the_others(name, event, cause):
 def measured(rank: int, link: tuple[float, float] | None = None) -> Any:
     said: list[str] = []
     if link is not None:
-        auto_module.measure_link = lambda *_: link
+        choice_module.measure_link = lambda *_: link
     logger, strategy = Logged(), auto([])
     strategy.inform = said.append  # type: ignore[method-assign]
     watch = watched(strategy, max_steps=110, logger=[logger])
