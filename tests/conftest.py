@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Set before torch is imported. Use one thread, because a process that has used OpenMP cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Without it, a process that is forked while a thread of another test ends may wait for a lock of MKL's allocator for ever.
+# Otherwise a process that is forked while a thread of another test ends may wait for ever for a lock of MKL.
 os.environ["MKL_DISABLE_FAST_MM"] = "1"
 # Without this variable, deterministic products on CUDA raise an error before torch 2.11.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
