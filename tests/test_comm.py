@@ -285,6 +285,19 @@ def test_a_rank_does_not_wait_for_others_to_leave():
     assert run_ranks(1, left_alone) == [False]
 
 
+def references_to_a_closed_group(rank: int) -> int:
+    """Return the number of references to a session's group after its end, besides that of this function."""
+    mine = session()
+    group = mine.comm.group
+    mine.close()
+    return sys.getrefcount(group) - 2  # one is the argument
+
+
+def test_a_closed_session_leaves_no_process_group_to_the_garbage_collection_of_a_forked_process():
+    """There, the group's destructor would wait for threads of the parent: in a DataLoader's worker of a second fit."""
+    assert run_ranks(1, references_to_a_closed_group) == [0]
+
+
 def uncaught(rank: int) -> str:
     """Rank 1 ends by an error that nothing has reported, as a script does."""
     mine = session()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from concurrent.futures import wait
 from functools import partial
 
@@ -258,6 +259,26 @@ def test_an_error_of_the_exchange_leaves_backward_the_weights_it_needs():
         weight.register_hook(until_the_first_segment_is_exchanged)
         with pytest.raises(NonFiniteGradient, match=r"The update of 'layers.5.\w+' is not finite on rank 1 at step 1"):
             training.step()
+        assert all(torch.equal(param, before[name]) for name, param in training.net.named_parameters())
+
+    simulate(2, rank)
+
+
+def test_after_an_interrupt_the_worker_no_longer_writes_to_the_weights():
+    """Ctrl-C while the ranks wait for a slow link."""
+
+    def interrupt(futures):
+        raise KeyboardInterrupt
+
+    def rank(comm):
+        training, gather = Training(comm, Net(), within=True), comm.all_gather
+        training.step()
+        before = {name: param.detach().clone() for name, param in training.net.named_parameters()}
+        comm.all_gather = lambda x: (time.sleep(0.3), gather(x))[1]
+        training.updates._worker.wait = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        training.updates._worker.join()
         assert all(torch.equal(param, before[name]) for name, param in training.net.named_parameters())
 
     simulate(2, rank)

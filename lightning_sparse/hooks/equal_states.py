@@ -31,6 +31,8 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
     part.
     """
     params = parameters_of([optimizer])
+    if not params:
+        return
     values = [[(key, local(x)) for key, x in optimizer.state.get(param, {}).items()] for param in params]
     tensors = [x for state in values for _, x in state if _is_averaged(x)]
     is_plain = all(_is_averaged(x) or _is_number(x) for state in values for _, x in state)

@@ -370,17 +370,23 @@ class Session:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             self.free_device()
         # Destroying the default process group has destroyed all other groups, too.
-        if not is_open(group):
+        if is_open(group):
+            # An error of an aborted group must not hide the first error.
+            with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
+                self._leave(group)
+        if not pending:
+            # Let its destructor run now, which ends its threads. Later, a garbage collection might run it in a forked
+            # worker of a DataLoader, where it would wait for threads that only this process has.
+            self.comm.group = self.comm.first
+
+    def _leave(self, group: dist.ProcessGroup) -> None:
+        if not self.over_nccl:
+            dist.destroy_process_group(group)
             return
-        # An error of an aborted group must not hide the first error.
-        with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
-            if not self.over_nccl:
-                dist.destroy_process_group(group)
-                return
-            # NCCL may wait here until all ranks of the node do the same. They may do it later, or never.
-            left = in_thread(partial(dist.destroy_process_group, group), "lightning_sparse leaving")
-            for ended in wait([left], JOIN_SECONDS).done:
-                ended.result()
+        # NCCL may wait here until all ranks of the node do the same. They may do it later, or never.
+        left = in_thread(partial(dist.destroy_process_group, group), "lightning_sparse leaving")
+        for ended in wait([left], JOIN_SECONDS).done:
+            ended.result()
 
     def finish(self, *, failed: bool) -> None:
         """Wait for the device and leave the process group; log the error of the last step, if there was one.

@@ -626,7 +626,8 @@ class UpdateExchanger(Exchanger):
 
     def agreed_weights(self) -> Mapping[int, Tensor]:
         """Return the last agreed weights by id of the parameter; empty if the model has these weights."""
-        under_way = not self.is_consistent and (self._overlap is not None or self.updates.is_pending)
+        overlaps = self._overlap is not None and self.in_step
+        under_way = not self.is_consistent and (overlaps or self.updates.is_pending)
         under_way |= self.phase is Phase.STEPPING and not self.is_pending  # an error or an interrupt within the step
         return self.updates.weights if under_way else self.updates.stale_weights
 

@@ -287,7 +287,7 @@ class DeltaExchange:
             optimizer: the optimizer of the deltas.
             stepped: whether the optimizer has just taken its step. False: it skipped the step. None: it took its steps
                 earlier.
-            write: see `complete`; without overlap.
+            write: see `complete`; without overlap within backward.
 
         Raises:
             NonFiniteGradient: a delta is not finite on some rank. With overlap="next_step" the next exchange raises it.
@@ -305,7 +305,7 @@ class DeltaExchange:
                 each.note_step(groups, skipped=skipped)
             self._write_stale()
             if self._rule.delayed:
-                begun = [each.begin_(groups) for each in segments]  # no graphs: all begin before one ends
+                begun = [each.begin_(groups, write) for each in segments]  # no graphs: all begin before one ends
                 self._exchange_later(segments, begun)
             else:
                 with self._reducer.captures.allowed():
@@ -321,7 +321,7 @@ class DeltaExchange:
             raise
         self._windows.restore(optimizer)
         self._reducer.finish_step()
-        if self._rule.delayed and self._new:
+        if self._rule.delayed and self._new and write:
             self.complete()  # not while another thread exchanges
             self._share_new(optimizer)
 
@@ -351,9 +351,10 @@ class DeltaExchange:
         futures, self._futures = self._futures, []
         try:
             self._worker.wait(futures)
-            if len(futures) == len(self.of(optimizer)):
-                self._share_new(optimizer)
-        except BaseException:
+            self._share_new(optimizer)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # interrupted: the worker would go on to write to the weights
+                self._worker.drop(futures)
             self._restore(self.of(optimizer))
             raise
         self._windows.restore(optimizer)

@@ -227,8 +227,11 @@ class UpdateSegment:
             changes_(deltas, [x.reshape(-1) for x in agreed], deltas, segment.bounds)
             torch._foreach_add_(segment.views(residual), deltas, alpha=1 / self._rule.outer_gain)
 
-    def begin_(self, groups: Mapping[int, Any]) -> PendingExchange:
+    def begin_(self, groups: Mapping[int, Any], write: bool = True) -> PendingExchange:
         """Apply the pending mean, compress the delta, and apply this rank's own entries until the next mean arrives.
+
+        Args:
+            groups, write: see `exchange_`.
 
         Returns:
             The exchange; `Reducer.finish` completes it, perhaps in another thread.
@@ -241,7 +244,9 @@ class UpdateSegment:
         if moments is not None and isinstance(sent, Entries):
             moments.clear_(sent)
         self.ahead = _Ahead(mean, *_apply_own_update_(self._flat, sent))
-        self.write()
+        self.is_stale = not write
+        if write:
+            self.write()
         return pending
 
     def _begin(
@@ -302,13 +307,17 @@ class UpdateSegment:
         assert self.ahead is not None
         self.take_weights(self.frozen)
         segment, residual, params = self.segment, self._residual, self._present.values()
-        own = segment.views(torch.empty_like(self.ahead.mean))
-        changes_(own, self._flat_weights, [x.reshape(-1) for x in params], segment.bounds)
-        if residual is not None:
-            torch._foreach_add_(segment.views(residual), own)
+        kept: list[tuple[Tensor, Tensor]] = []
+        if not self.is_stale:  # otherwise the model has weights from before the exchange began
+            own = segment.views(torch.empty_like(self.ahead.mean))
+            changes_(own, self._flat_weights, [x.reshape(-1) for x in params], segment.bounds)
+            if residual is not None:
+                torch._foreach_add_(segment.views(residual), own)
+            else:
+                kept = [(w, x.view(w.shape)) for w, x in zip(params, own, strict=True)]
         self._apply_mean(self.ahead)
         self.is_stale = True
-        return [] if residual is not None else [(w, x.view(w.shape)) for w, x in zip(params, own, strict=True)]
+        return kept
 
     def _apply_mean(self, ahead: _Ahead) -> None:
         """Change the agreed weights by the mean."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from lightning_sparse import (
     METHODS,
     Method,
     NonFiniteGradient,
+    RankFailure,
     Reducer,
     SparseDDPStrategy,
     attach,
@@ -43,11 +44,14 @@ from lightning_sparse import (
 from lightning_sparse import checkpoint as sidecars
 from lightning_sparse._compat import in_backward
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
+from lightning_sparse.comm import ProcessGroupComm
 from lightning_sparse.compressors import Identity
 from lightning_sparse.contrib.majority_vote import MajorityVote
 from lightning_sparse.contrib.sign import Sign
 from lightning_sparse.contrib.weight_averaging import AverageAtEnd, WeightAveraging
+from lightning_sparse.hooks import UpdateExchanger
 from lightning_sparse.hooks import session as session_module
+from lightning_sparse.hooks.equal_states import average_states
 from lightning_sparse.hooks.optimizer_kinds import RECOMPUTES, reason_for_gradients
 from lightning_sparse.hooks.update_exchange import check_updates
 from lightning_sparse.memory import NoMemory
@@ -639,7 +643,12 @@ class SavesInForward(Net):
 
 @later
 @pytest.mark.parametrize(
-    "options", tiers([{"overlap": "next_step"}, {"local_steps": 2}], [{"local_steps": 2}]), ids=str
+    "options",
+    tiers(
+        [{"overlap": "next_step"}, {"local_steps": 2}, {"overlap": "next_step", "local_steps": 2}],
+        [{"overlap": "next_step", "local_steps": 2}],
+    ),
+    ids=str,
 )
 def test_a_signals_handler_saves_during_an_exchange_and_backward_has_its_weights(options, tmp_path):
     def run(rank: int) -> Any:
@@ -2595,6 +2604,38 @@ def test_pending_updates_are_exchanged_when_it_is_asked_for(options):
         exchange_pending([])
     with pytest.raises(TypeError, match=r"'clip_norm': call torch\.nn\.utils\.clip_grad_norm_ before"):
         attach_updates(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), 0.1), clip_norm=1.0)
+
+
+def failed_between_steps(rank: int) -> list[int]:
+    """Return the number of weights that a checkpoint replaces after a step, and then after another rank has failed."""
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    exchanger = UpdateExchanger(net, [optimizer], method("topk", density=0.5), ReducerOptions())
+    exchanger.begin()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 8)).square().sum()
+        exchanger.before_backward()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        with exchanger.one_step(optimizer):
+            optimizer.step(exchanger.overlapped(optimizer, closure))
+    found = [len(exchanger.agreed_weights())]
+    exchanger.session.error = RankFailure("Rank 1 failed")  # as the worker's thread finds it over NCCL
+    return [*found, len(exchanger.agreed_weights())]
+
+
+def test_a_checkpoint_after_a_failure_between_steps_has_the_weights_of_the_last_step():
+    assert run_ranks(1, failed_between_steps) == [[0, 0]]
+
+
+def test_an_optimizer_without_parameters_has_no_state_to_average():
+    optimizer = torch.optim.AdamW([{"params": []}])
+    average_states(cast(ProcessGroupComm, None), optimizer)  # without a collective
+    assert not optimizer.state
 
 
 def interrupted_within_an_exchange(rank: int) -> list[str]:
