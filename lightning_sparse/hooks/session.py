@@ -375,8 +375,8 @@ class Session:
             with contextlib.suppress(RuntimeError) if pending else contextlib.nullcontext():
                 self._leave(group)
         if not pending:
-            # Let its destructor run now, which ends its threads. Later, a garbage collection might run it in a forked
-            # worker of a DataLoader, where it would wait for threads that only this process has.
+            # Let its destructor run now, which ends its threads. A later garbage collection might run it in a forked
+            # worker of a DataLoader, and wait there for threads that only this process has.
             self.comm.group = self.comm.first
 
     def _leave(self, group: dist.ProcessGroup) -> None:

@@ -353,7 +353,7 @@ class DeltaExchange:
             self._worker.wait(futures)
             self._share_new(optimizer)
         except BaseException as error:
-            if not isinstance(error, Exception):  # interrupted: the worker would go on to write to the weights
+            if not isinstance(error, Exception):  # interrupted: the worker still writes to the weights
                 self._worker.drop(futures)
             self._restore(self.of(optimizer))
             raise
