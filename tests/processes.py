@@ -81,8 +81,13 @@ def _script(script: Path, arguments: Sequence[str], port: str, out: int, err: in
     runpy.run_path(str(script), run_name="__main__")
 
 
+FIRST = os.getpid()
+"""The process that imports this module: pytest."""
+
+
 def _leave_garbage() -> None:
-    gc.freeze()
+    if os.getppid() == FIRST:  # of pytest, but not of a rank: users' processes collect garbage
+        gc.freeze()
     gc.enable()
 
 

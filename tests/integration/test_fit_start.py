@@ -1,5 +1,6 @@
 """Unsupported settings raise an error on all ranks, before they do harm."""
 
+import json
 import os
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.strategies.fit_checks import check_placement
 from tests.integration.trainers import Gan, Loader, Messages, Net, lightning_ranks, strategy, trainer
-from tests.support.tiers import full, later
+from tests.support.tiers import full, later, tiers
 
 
 class Twice(torch.optim.SGD):
@@ -198,6 +199,38 @@ def test_a_second_fit_that_continues_the_first_warns_of_lost_residuals(tmp_path)
         return counts
 
     assert lightning_ranks(2, rank) == [[2, 0, 0], [0, 0, 0]]
+
+
+class Indexed(torch.utils.data.Dataset[Any]):
+    """Each worker reads an index, so that it collects garbage."""
+
+    def __init__(self) -> None:
+        self.text = json.dumps([[number % 16, number % 4] for number in range(30_000)])
+        self.index: list[list[int]] | None = None
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> list[int]:
+        self.index = self.index or json.loads(self.text)
+        return self.index[number]
+
+
+def folds(rank: int, name: str) -> int:
+    steps = 0
+    for _ in range(3):
+        loader: Any = torch.utils.data.DataLoader(Indexed(), 4, num_workers=1, timeout=20)
+        run = trainer(strategy(name, 0.1) if name != "auto" else f"{name}_ddp", 2, max_steps=2)
+        run.fit(Net(torch.optim.AdamW), loader)
+        steps += run.global_step
+    return steps
+
+
+@later
+@pytest.mark.parametrize("name", tiers(["topk", "auto"], ["topk"]))
+def test_workers_of_a_dataloader_live_in_later_fits_of_a_process(name):
+    """A garbage collection in a forked worker must not destroy the process group of an earlier fit."""
+    assert lightning_ranks(2, folds, name) == [6, 6]
 
 
 @full
