@@ -28,7 +28,7 @@ pytest_plugins = ["tests.plugins.reliability"]
 # Scripts that tests start.
 collect_ignore = ["integration/fit.py", "compile_kernels.py", "run_kernels.py"]
 
-# Collections while tests are collected would take a third of that time, and find nothing.
+# While pytest collects the tests, garbage collections would take a third of the time, and find nothing.
 gc.disable()
 
 # If a shell starts the tests in the background, they and the ranks that they start would ignore Ctrl-C.

@@ -2,7 +2,7 @@
 
     Trainer(strategy="auto_hsdp", num_nodes=2, devices=8)  # two replicas, each sharded over the devices of a node
 
-Replicas average gradients, as with dense_hsdp, or exchange updates, as with topk_hsdp. `choice` has the choice.
+Replicas average gradients, as with dense_hsdp, or exchange updates, as with topk_hsdp. `choice` measures and chooses.
 """
 
 # Lightning's strategy and ours are the next bases:

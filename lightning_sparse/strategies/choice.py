@@ -298,8 +298,8 @@ class Choice:
         """Return the seconds on the link of a step of a candidate."""
         method = DENSE
         if (options := self.options[name]) is not None:
-            what, method = options.choose(strategy.optimizers)[0], options.with_nodes(strategy.num_processes)
-            if what == "update":
+            exchange, method = options.choose(strategy.optimizers)[0], options.with_nodes(strategy.num_processes)
+            if exchange == "update":
                 method = replace(options.for_updates(method, self._ranks)[0], update_rule=None)
         return step(method, work, self._ranks, self._link, Costs(), dense_bytes=2 if name == BF16 else 4).seconds
 

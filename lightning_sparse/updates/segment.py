@@ -83,7 +83,7 @@ class UpdateSegment:
             An exchange skips them.
         weights: the weights from which this rank's next step starts, by name.
         ahead: this rank's own entries, while an exchange with overlap="next_step" is pending; else None.
-        is_stale: whether the model lacks the agreed weights of a completed exchange.
+        is_stale: whether an exchange has left the model its earlier weights, without the agreed ones.
         signal: the share of signal in squared gradients, from which updates are rescaled.
     """
 
@@ -244,9 +244,10 @@ class UpdateSegment:
         if moments is not None and isinstance(sent, Entries):
             moments.clear_(sent)
         self.ahead = _Ahead(mean, *_apply_own_update_(self._flat, sent))
-        self.is_stale = not write
         if write:
             self.write()
+        else:
+            self.is_stale = True
         return pending
 
     def _begin(

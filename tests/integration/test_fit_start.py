@@ -220,7 +220,7 @@ def folds(rank: int, name: str) -> int:
     steps = 0
     for _ in range(3):
         loader: Any = torch.utils.data.DataLoader(Indexed(), 4, num_workers=1, timeout=20)
-        run = trainer(strategy(name, 0.1) if name != "auto" else f"{name}_ddp", 2, max_steps=2)
+        run = trainer(f"{name}_ddp", 2, max_steps=2)
         run.fit(Net(torch.optim.AdamW), loader)
         steps += run.global_step
     return steps
@@ -230,7 +230,7 @@ def folds(rank: int, name: str) -> int:
 @pytest.mark.parametrize("name", tiers(["topk", "auto"], ["topk"]))
 def test_workers_of_a_dataloader_live_in_later_fits_of_a_process(name):
     """A garbage collection in a forked worker must not destroy the process group of an earlier fit."""
-    assert lightning_ranks(2, folds, name) == [6, 6]
+    assert lightning_ranks(2, folds, name, patience=60) == [6, 6]
 
 
 @full
