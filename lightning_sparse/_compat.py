@@ -124,6 +124,11 @@ def ddp_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     return list(ddp._module_parameters)
 
 
+def reduced_count(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters whose gradients DDP exchanges, as of wrapping. Private in torch 2.8 to 2.15."""
+    return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
+
+
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return the states of a model's communication hooks that are Python functions. Private in torch 2.8 to 2.15."""
     return [state for _, state in ddp._comm_hooks]

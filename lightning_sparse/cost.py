@@ -46,10 +46,12 @@ class Link:
     Attributes:
         bandwidth: bytes per second in each direction.
         latency: seconds per message, in addition to the time for its bytes.
+        direct: largest number of bytes that a rank sends to all other ranks at once. Longer messages travel in a ring.
     """
 
     bandwidth: float
     latency: float = 5e-5
+    direct: int = 0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0:
@@ -156,7 +158,8 @@ def step(
     done: list[tuple[float, float]] = []
     after_backward = method.local_steps > 1 or (in_turn and (work.shards > 1 or method.aggregator.ranks_per_link > 1))
     arrivals = (1.0,) * len(work.segments) if after_backward else work.arrivals
-    of = functools.cache(functools.partial(_segment, method, workers, costs, dense_bytes))  # many segments are equal
+    # Many segments are equal.
+    of = functools.cache(functools.partial(_segment, method, workers, costs, dense_bytes, link.direct))
     for numel, fraction in zip(work.segments, arrivals, strict=True):
         nbytes, messages, before, after = of(numel)
         nbytes *= work.shards
@@ -189,7 +192,7 @@ def step(
 
 
 def _segment(
-    method: Method, workers: int, costs: Costs, dense_bytes: int, numel: int
+    method: Method, workers: int, costs: Costs, dense_bytes: int, direct: int, numel: int
 ) -> tuple[float, int, float, float]:
     """Return the bytes on the link and the messages of a segment, and the seconds of compute before and after."""
     shapes, dense_messages = matrices(numel), 2 * (workers - 1)
@@ -204,7 +207,10 @@ def _segment(
         before = costs.segment + numel * costs.element
         # In all exchanges of this package, a rank receives the same number of bytes that it sends.
         after = costs.entry * chosen * _entries_per_byte(method.compressor, segment)
-        return sharing * chosen, method.aggregator.messages(workers), before, after
+        messages = method.aggregator.messages(workers)
+        if 0 < chosen <= messages * direct:
+            messages = method.aggregator.messages(2 * sharing)  # as with one other worker
+        return sharing * chosen, messages, before, after
     # In a ring, only one rank of a node sends to another node.
     return dense, dense_messages, dense * costs.dense_byte, 0.0
 

@@ -83,7 +83,8 @@ class Routing:
             at = "" if density is None else f" at density {density:g}"
             elements, of = (sum(s.numel for s in segments) for segments in (dense, self._segments))
             nothing = elements == of and density == self._method.density
-            instead = " Nothing is compressed: lower the density, or use strategy='ddp'." if nothing else ""
+            lower = "" if density is None else "lower the density, or "
+            instead = f" Nothing is compressed: {lower}use strategy='ddp'." if nothing else ""
             log.log(
                 logging.WARNING if nothing else logging.INFO,
                 f"{self._method.compressor!r}{at} would send at least as many bytes as dense gradients with "

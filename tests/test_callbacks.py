@@ -24,7 +24,7 @@ from lightning_sparse import METHODS, Method, Reducer, SparseDDPStrategy, logged
 from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, GradientDistribution
 from lightning_sparse.callbacks.base import _TimedObserver
 from lightning_sparse.callbacks.communication_monitor import _Norms
-from lightning_sparse.callbacks.histogram import BINS, REACH, Distribution
+from lightning_sparse.callbacks.histogram import BINS, REACH, SMALL, Distribution
 from lightning_sparse.compressors import Compressor, Sparsifier, TopK
 from lightning_sparse.memory import Residual
 from lightning_sparse.strategies.summary import run_summary
@@ -105,6 +105,22 @@ def test_no_spread_is_said_to_be_none(sample):
     assert math.isnan(found.ks_distance)
     assert found.edges[0] <= float(sample[0]) <= found.edges[-1]
     assert found.counts.sum() == pytest.approx(len(sample))
+
+
+@pytest.mark.parametrize("numel", [200, 300_000])
+@pytest.mark.parametrize("spread", [10.0**-k for k in range(7)])
+def test_higher_moments_of_a_small_spread_are_right_or_not_said(spread, numel):
+    sample = 1 + spread * torch.from_numpy(stats.expon.rvs(size=numel, random_state=0)).float()
+    found, values = summary(sample), sample.double().numpy()
+    if spread >= 1e-2:
+        assert not math.isnan(found.skewness + found.excess_kurtosis)
+    if spread <= 1e-5:
+        assert math.isnan(found.skewness)
+        assert math.isnan(found.excess_kurtosis)
+    assert math.isnan(found.skewness) or found.skewness == pytest.approx(stats.skew(values), abs=SMALL)
+    assert math.isnan(found.excess_kurtosis) or found.excess_kurtosis == pytest.approx(
+        stats.kurtosis(values), abs=SMALL
+    )
 
 
 def test_nothing_is_said_about_what_is_not_finite():

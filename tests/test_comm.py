@@ -87,6 +87,7 @@ def short_and_long(rank: int) -> list[object]:
         torch.testing.assert_close(total, rows.sum(0), rtol=1e-5, atol=1e-5)
         assert torch.equal(comm.all_reduce(x.clone(), "max"), rows.amax(0))
         found += [rows.tolist(), total.tolist()]
+    assert comm.direct_bytes(torch.device("cpu")) == DIRECT
     return [found, direct, comm.sent_bytes]
 
 

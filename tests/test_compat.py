@@ -335,7 +335,7 @@ def test_the_parameters_that_ddp_is_to_ignore():
     assert _compat.ignored_by_ddp(nn.Linear(1, 1)) == set()
 
 
-def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
+def parameters_of_ddp(rank: int) -> tuple[list[int], int, int, list[int]]:
     plain = DistributedDataParallel(WithAnIgnored())
     net = WithAnIgnored()
     net.late = nn.Parameter(torch.zeros(4))
@@ -344,11 +344,12 @@ def parameters_of_ddp(rank: int) -> tuple[list[int], int, list[int]]:
     )
     exchanged = [param.numel() for param in _compat.ddp_parameters(plain)]
     delayed = [param.numel() for param in _compat.delayed_parameters(delaying)]
-    return exchanged, len(_compat.delayed_parameters(plain) or ()), delayed
+    return exchanged, _compat.reduced_count(plain), len(_compat.delayed_parameters(plain) or ()), delayed
 
 
 def test_ddp_says_which_parameters_its_hook_gets():
-    assert run_ranks(1, parameters_of_ddp) == [([2], 0, [4])]
+    # The reducer also has the ignored parameter, because it belongs to the model itself.
+    assert run_ranks(1, parameters_of_ddp) == [([2], 2, 0, [4])]
 
 
 def stepped_in_backward(rank: int) -> list[bool]:

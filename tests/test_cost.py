@@ -229,6 +229,18 @@ def test_messages_of_each_way():
     assert TwoLevel(ranks_per_node=4).messages(8) == 1
 
 
+@pytest.mark.parametrize(("direct", "trips"), [(0, 6), (1 << 10, 6), (1 << 11, 1)])
+def test_short_messages_to_all_ranks_at_once_take_the_latency_once(direct, trips):
+    """250 entries of 8 bytes are 2,000 bytes for each other rank."""
+    link, work = Link(1e9, 0.1, direct), Workload((2500,), (1.0,), 0.0, 0.0)
+    topk = TopK(density=0.1, index_format="int32")
+    assert step(Method(topk), work, 7, link, Costs()).seconds == pytest.approx(0.1 * trips, rel=1e-3)
+    assert step(DENSE, work, 7, link, Costs()).seconds == pytest.approx(0.1 * 12, rel=1e-3)
+    # Of two ranks in each of seven nodes, each sends half of the entries.
+    nodes = Method(topk, aggregator=TwoLevel(ranks_per_node=2))
+    assert step(nodes, work, 14, link, Costs()).seconds == pytest.approx(0.1 if direct else 0.6, rel=1e-3)
+
+
 def test_break_even_bandwidth():
     work = Workload.even(25_000_000, 0.05, 0.1)
     costs = Costs(element=1e-9)

@@ -122,6 +122,7 @@ def test_a_method_without_a_density_says_where_it_goes_dense(name, said, caplog)
     found = [record.message for record in caplog.records]
     assert len(found) == said
     assert all("bytes as dense gradients with 13 ranks: 40,000 of 40,000" in text for text in found)
+    assert all(text.endswith("Nothing is compressed: use strategy='ddp'.") for text in found)
 
 
 def test_what_was_kept_is_sent_when_a_warm_up_ends_dense():

@@ -119,6 +119,10 @@ class CommunicationMonitor(StepCallback):
             trainer.strategy.wait_for_exchange()  # that of the step before counts, in seconds as in steps
             self._step_began = _Totals.of(trainer)
 
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._comm = trainer.strategy.reducer.comm  # `auto_ddp` may have switched after callbacks began the batch
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
     def observer(self, reducer: Reducer) -> Observer:
         return _Norms(drifts=reducer.method.local_steps > 1)
 

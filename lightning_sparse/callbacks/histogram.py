@@ -26,6 +26,13 @@ REACH = 4.0
 """Half-width of a written histogram, in standard deviations."""
 
 
+ROUNDING = 64 * 2**-53
+"""Relative error of the moments' differences: each is a sum of at most 14 moments, with errors of a few 2⁻⁵³ each."""
+
+SMALL = 0.01
+"""Largest error of the skewness and of the kurtosis. If it may be larger, they are NaN."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """Moments and a histogram of many numbers.
@@ -35,8 +42,8 @@ class Summary:
         sums: sums of their first and second powers.
         mean: arithmetic mean.
         std: population standard deviation (the divisor is the count).
-        skewness: third standardised moment; NaN if all numbers are equal.
-        excess_kurtosis: fourth standardised moment minus 3; NaN if all numbers are equal.
+        skewness: third standardised moment; NaN if the standard deviation is below about 1e-4 of the mean.
+        excess_kurtosis: fourth standardised moment minus 3; NaN if it is below about 1e-3 of the mean.
         ks_distance: Kolmogorov-Smirnov distance to the normal distribution of this mean and standard deviation; NaN if
             all numbers are equal.
         edges: ascending edges of the histogram's bins.
@@ -132,8 +139,11 @@ class Distribution:
         low, high = max(lefts[0], mean - REACH * std), min(rights[-1], mean + REACH * std)
         skewness = excess_kurtosis = distance = math.nan
         if std > 0:
-            skewness = (third - 3 * mean * second + 2 * mean**3) / std**3
-            excess_kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / std**4 - 3
+            # Differences of powers lose digits if the spread is small beside the mean.
+            if ROUNDING * abs(mean / std) ** 3 < SMALL:
+                skewness = (third - 3 * mean * second + 2 * mean**3) / std**3
+            if ROUNDING * (mean / std) ** 4 < SMALL:
+                excess_kurtosis = (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / std**4 - 3
             left, right = special.ndtr((lefts - mean) / std), special.ndtr((rights - mean) / std)
             # The largest difference between the distribution functions is at an edge of a non-empty bin.
             distance = float(max(np.abs(left - below[:-1]).max(), np.abs(right - below[1:]).max()))

@@ -169,6 +169,10 @@ class Comm(abc.ABC):
         self._counts["done"] += 1
         return result
 
+    def direct_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the longest message that a rank sends directly to each other rank; 0: all use a ring."""
+        return 0
+
     def _direct_all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x` as rows; each rank sends to each other. One round trip, a ring's bytes."""
         sizes = [x.numel()] * self.size

@@ -13,12 +13,15 @@ from torch import Tensor
 from lightning_sparse.comm.base import Comm
 
 ENOUGH_SECONDS = 0.15
-"""A message that takes this long shows the bandwidth: shapers let the first bytes pass at once."""
-MOST_ELEMENTS = 1 << 22
+"""A message whose bytes take this long shows the bandwidth: shapers let the first bytes pass at once."""
+FEW_ELEMENTS, MOST_ELEMENTS = 64, 1 << 22
+"""Gloo's all-reduce of two elements takes half of the messages."""
 
 
 def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None) -> tuple[float, float]:
-    """Measure the link of the slowest rank; all ranks call it. It takes a second at most, over 1 Mbit/s four.
+    """Measure the link of the slowest rank; all ranks call it.
+
+    It takes about a second; three seconds over 1 Mbit/s, or among four ranks with a round trip of 50 ms.
 
     Args:
         device: device of the messages.
@@ -30,15 +33,20 @@ def measure_link(comm: Comm, device: torch.device, everyone: Comm | None = None)
         all ranks.
     """
     everyone = everyone or comm
-    short = _slowest(everyone, device, statistics.median([_timed(comm.all_reduce, device, 2) for _ in range(6)][1:]))
-    numel, seconds = 1 << 14, 0.0
+    times = [_timed(comm.all_reduce, device, FEW_ELEMENTS) for _ in range(4)][1:]
+    latency = _slowest(everyone, device, statistics.median(times)) / _messages(comm, device, FEW_ELEMENTS)
+    numel = 1 << 14
     while True:
         seconds = _slowest(everyone, device, _timed(comm.all_reduce, device, numel))
-        if seconds > ENOUGH_SECONDS + short or numel >= MOST_ELEMENTS:
+        trips = _messages(comm, device, numel) * latency
+        of_bytes = seconds - trips
+        if of_bytes > ENOUGH_SECONDS or numel >= MOST_ELEMENTS:
             break
-        numel *= 4
-    bandwidth = _element_bytes(comm) * numel / max(seconds - short, 1e-2 * seconds)
-    return bandwidth, short / _messages(comm)
+        numel = min(8 * numel, MOST_ELEMENTS)
+    if trips > 0.1 * of_bytes:  # TCP doubles its rate in each round trip
+        seconds = _slowest(everyone, device, _timed(comm.all_reduce, device, numel))
+        of_bytes = seconds - trips
+    return _element_bytes(comm) * numel / max(of_bytes, 1e-2 * seconds), latency
 
 
 def speed_up(
@@ -62,7 +70,7 @@ def speed_up(
         The factor, equal on all ranks.
     """
     numel = min(max(1 << 10, int(seconds * bandwidth / _element_bytes(comm))), MOST_ELEMENTS)
-    expected = _element_bytes(comm) * numel / bandwidth + _messages(comm) * latency
+    expected = _element_bytes(comm) * numel / bandwidth + _messages(comm, device, numel) * latency
     return expected / _slowest(everyone or comm, device, _timed(comm.all_reduce, device, numel))
 
 
@@ -71,14 +79,14 @@ def shortest_gather(comm: Comm, device: torch.device) -> float:
     return min(_timed(comm.all_gather, device, 1) for _ in range(3))
 
 
-def _messages(comm: Comm) -> int:
-    """Return the number of messages that a rank sends, one after the other, in a ring all-reduce."""
-    return 2 * (comm.size - 1)
+def _messages(comm: Comm, device: torch.device, numel: int) -> int:
+    """Return the number of messages of an all-reduce of fp32 elements that a rank sends one after the other."""
+    return 2 if 4 * numel <= comm.direct_bytes(device) else 2 * (comm.size - 1)
 
 
 def _element_bytes(comm: Comm) -> float:
-    """Return the bytes that a rank sends for each fp32 element in a ring all-reduce."""
-    return 4 * _messages(comm) / comm.size
+    """Return the bytes that a rank sends for each fp32 element of an all-reduce."""
+    return 8 * (comm.size - 1) / comm.size
 
 
 def _timed(collective: Callable[[Tensor], Any], device: torch.device, numel: int) -> float:

@@ -167,8 +167,11 @@ class ProcessGroupComm(Comm):
             work.wait()  # it has completed in the meantime, or it raises its error
         return True
 
+    def direct_bytes(self, device: torch.device) -> int:
+        return DIRECT if self.size > 2 and backend_name(self.group, device) == "gloo" else 0
+
     def _goes_direct(self, x: Tensor) -> bool:
-        return self.size > 2 and x.numel() * x.element_size() <= DIRECT and self._over_gloo(x)
+        return x.nbytes <= self.direct_bytes(x.device)
 
     def _all_reduce(self, x: Tensor, op: Op) -> None:
         if self._goes_direct(x):

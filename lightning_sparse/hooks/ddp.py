@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,6 +26,7 @@ from lightning_sparse._compat import (
     hook_name,
     hook_states,
     parameters_by_name,
+    reduced_count,
     steps_in_backward,
 )
 from lightning_sparse.comm.broadcast import broadcast_differing
@@ -98,6 +100,8 @@ def attach(
                 f"attach exchanges gradients, and {method} is made to exchange updates. Use attach_updates(model, "
                 f"optimizer, ...), or another method, such as 'topk'."
             )
+        if isinstance(scaler := getattr(loss_scale, "__self__", None), GradScaler) and not scaler.is_enabled():
+            loss_scale = None  # such a scaler skips no step
         reducer_options = ReducerOptions.of(locals())
         reducer_options.check_method(method, counts_epochs=False)
     return exchange_gradients(ddp, method, reducer_options, timeout=timeout).reducer
@@ -132,7 +136,7 @@ def exchange_gradients(
     session = Session(
         parameters,
         method,
-        replace(options, bucket_cap_mb=ddp.bucket_bytes_cap / 2**20),
+        replace(options, bucket_cap_mb=max(1, ddp.bucket_bytes_cap) / 2**20),
         group=ddp.process_group,  # need not be all the ranks
         device=ddp.device,
         timeout=timeout,
@@ -229,7 +233,14 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
             f"{name or 'The model'!r} is an embedding with sparse=True: sparse gradients cannot be compressed. Set "
             f"sparse=False, or train with strategy='ddp'."
         )
-    return reduced_parameters(ddp)
+    params, reduced = reduced_parameters(ddp), reduced_count(ddp)
+    if len(params) != reduced:
+        raise ValueError(
+            f"{len(params)} parameters of the model require gradients now, but DistributedDataParallel reduces "
+            f"{reduced}, which required gradients when it wrapped the model. Freeze and unfreeze parameters before. "
+            f"Parameters that DDP is to ignore must belong to a submodule: it does not ignore the model's own ones."
+        )
+    return params
 
 
 def sparse_embedding(model: torch.nn.Module) -> str | None:

@@ -77,7 +77,8 @@ class GradientExchanger(Exchanger):
         optimizers: Sequence[Optimizer],
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
-        self._known = {id(param): (name, _strides(param)) for name, param in params.items()}
+        # The name, the strides, and whether the first gradient had the same order of elements in DDP's bucket.
+        self._known = {id(x): (name, _strides(x), x.is_contiguous()) for name, x in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
@@ -165,16 +166,15 @@ class GradientExchanger(Exchanger):
                 f"DDP delivered a gradient of shape {list(unknown[0].shape)} whose parameter had requires_grad=False "
                 f"when compression was attached. Freeze and unfreeze parameters before the model is wrapped."
             )
-        names = []
-        for param in bucket.parameters():
-            name, strides = self._known[id(param)]
-            if _strides(param) != strides:
+        params = bucket.parameters()
+        names = [self._known[id(param)][0] for param in params]
+        views = dict(zip(names, buffer.split([param.numel() for param in params]), strict=True))
+        for name, param in zip(names, params, strict=True):
+            if _strides(param) != self._known[id(param)][1] or self._is_permuted(param, views[name]):
                 raise self._fail_with(
                     f"{name!r} has changed its memory format since DistributedDataParallel wrapped the model, so DDP "
                     f"permutes its gradient. Call .to(memory_format=...) in the module's constructor."
                 )
-            names.append(name)
-        views = dict(zip(names, buffer.split([param.numel() for param in bucket.parameters()]), strict=True))
         unused = set[str]() if self._used is None else set(names) - self._used
         if self._used is not None:
             self._used -= set(names)
@@ -193,6 +193,15 @@ class GradientExchanger(Exchanger):
         else:
             self._held.append(arrived)
         return future
+
+    def _is_permuted(self, param: Tensor, view: Tensor) -> bool:
+        """Return whether the first gradient of a parameter that is not row-major has another order in DDP's bucket."""
+        name, strides, is_checked = self._known[id(param)]
+        if is_checked or param.grad is None:
+            return False
+        self._known[id(param)] = name, strides, True
+        order = sorted(range(param.dim()), key=param.stride, reverse=True)
+        return not view.equal(param.grad.permute(order).reshape(-1).to(view.dtype))
 
     def _submit(self, bucket: Bucket) -> None:
         work = self._worker.submit(partial(self._reduce, bucket), bucket.ready)

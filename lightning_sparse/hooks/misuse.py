@@ -164,9 +164,7 @@ class ExchangeChecks:
             return
         name = min(changed, key=lambda name: changed[name].numel())  # one is enough, and a search takes time
         weights = changed[name]
-        others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
-        kept = map(local, tensors_in([optimizer.state.get(params[name], {}), others]))
-        copies = [x for x in kept if _is_copy(x, weights)]
+        copies = _copies(optimizer, params[name], weights)
         self._copies[optimizer] += bool(copies)
         if self._copies[optimizer] != 2:
             return
@@ -248,6 +246,27 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, Mapping | list | tuple):
         for each in x.values() if isinstance(x, Mapping) else x:
             yield from tensors_in(each)
+
+
+def keeps_copy(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer that has stepped keeps a copy of the weights. Torch's optimizers are not checked.
+
+    After a step, slow weights as those of Lookahead may count as a copy, too.
+    """
+    if _is_torchs(optimizer):
+        return False
+    for param in sorted(parameters_of([optimizer]), key=torch.numel):
+        weights = local(param).detach()
+        if param in optimizer.state and weights.unique().numel() >= FEW:  # one is enough, and a search takes time
+            return bool(_copies(optimizer, param, weights))
+    return False
+
+
+def _copies(optimizer: Optimizer, param: Tensor, weights: Tensor) -> list[Tensor]:
+    """Return an optimizer's copies of a parameter, or of this rank's part of it: `weights`."""
+    others = [x for key, x in vars(optimizer).items() if key not in ("state", "param_groups")]
+    kept = map(local, tensors_in([optimizer.state.get(param, {}), others]))
+    return [x for x in kept if _is_copy(x, weights)]
 
 
 def _is_copy(x: Tensor, weights: Tensor) -> bool:

@@ -66,6 +66,7 @@ class _Plan:
         groups: the ids of the parameters in each parameter group of the optimizer.
         hooks: the hooks on their gradients.
         allowed: whether segments may be stepped within backward; None before the first pass has ended.
+        in_parts: whether a gradient has arrived in several parts.
     """
 
     parts: list[_Part]
@@ -74,6 +75,7 @@ class _Plan:
     groups: list[list[int]]
     hooks: list[Any] = field(default_factory=list)
     allowed: bool | None = None
+    in_parts: bool = False
 
 
 @dataclass
@@ -190,6 +192,11 @@ class BackwardOverlap:
         self._gradients = []
         self._updates.finish(self._optimizer)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether a gradient has arrived in several parts."""
+        return self._plan.in_parts
+
     def close(self) -> None:
         """Stop watching."""
         self._stop_watching()
@@ -249,7 +256,7 @@ class BackwardOverlap:
             name = next(name for name, each in self._updates.parameters.items() if each is param)
             if plan.allowed is not False:
                 self._say(f"the gradient of {name!r} arrives in several parts")
-            plan.allowed = False
+            plan.allowed, plan.in_parts = False, True
             if self.has_begun and index in backward.missing:
                 backward.missing[index] += 1  # the segment is stepped at the end
             elif self.has_begun:

@@ -6,11 +6,14 @@ unwrap("step", around)  # without wrappers the method is torch's again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.amp import GradScaler
+
+from lightning_sparse.hooks.misuse import tensors_in
 
 Around = Callable[..., Any]
 """A wrapper: it gets the wrapped function, the scaler and further arguments, and returns the function's result."""
@@ -36,6 +39,23 @@ def wrap(name: str, around: Around) -> None:
         return call(self, *args, **kwargs)
 
     setattr(GradScaler, name, method)
+
+
+def trains(outputs: Any, params: Mapping[str, Tensor]) -> bool:
+    """Return whether the graph of a loss, or of several, may contain a parameter.
+
+    Reentrant checkpointing hides the graph of a part of the model.
+    """
+    ids, seen, nodes = {*map(id, params.values())}, set[Any](), [x.grad_fn for x in tensors_in(outputs)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in ids or node.name() == "CheckpointFunctionBackward":
+            return True
+        nodes += [each for each, _ in node.next_functions]
+    return False
 
 
 def unwrap(name: str, around: Around) -> None:

@@ -340,7 +340,8 @@ class Session:
         """Tell the other ranks that this one waits for them outside of a step. A rank that continues gets an error."""
         self.comm.mark_pause(
             f"Rank {self.comm.ranks[self.comm.rank]} pauses after {self.reducer.step} steps, for a validation, a "
-            f"checkpoint or the end, while other ranks go on. Give all ranks the same number of batches and of steps."
+            f"checkpoint, another density or the end, while other ranks go on. Give all ranks the same number of "
+            f"batches and of steps."
         )
 
     def outside(self) -> ProcessGroupComm:

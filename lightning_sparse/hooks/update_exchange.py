@@ -443,6 +443,11 @@ class UpdateExchanger(Exchanger):
             self._overlap = BackwardOverlap(self.updates, optimizer, self._begin_exchange, speaks)
         return partial(self._overlap.run_closure, closure, self._failed)
 
+    @property
+    def gradients_in_parts(self) -> bool:
+        """Whether a gradient has arrived in several parts, as with reentrant checkpointing; False without overlap."""
+        return self._overlap is not None and self._overlap.in_parts
+
     def before_backward(self) -> None:
         """Watch the backward pass that begins now. Earlier backward passes in the training step are not watched."""
         if self._overlap is not None and self._overlap.in_closure:
@@ -584,9 +589,10 @@ class UpdateExchanger(Exchanger):
         self.exchange_pending()
 
         def settle() -> None:
-            self.equalize(self.comm)
-            if gradients:
-                average_waiting_gradients(self.comm, self.optimizers)
+            with self.comm.uncounted():
+                self.equalize(self.comm)
+                if gradients:
+                    average_waiting_gradients(self.comm, self.optimizers)
 
         self._during(settle)
 

@@ -28,12 +28,22 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse._compat import accumulates, ddp_options, has_step_hooks, have_hooks_called, steps_taken
+from lightning_sparse._compat import (
+    accumulates,
+    ddp_options,
+    has_step_hooks,
+    have_hooks_called,
+    ignored_by_ddp,
+    parameters_by_name,
+    steps_taken,
+)
 from lightning_sparse._lightning import Mixin
 from lightning_sparse.comm import RankFailure
 from lightning_sparse.hooks.closure import is_inner_step, with_gradients
 from lightning_sparse.hooks.ddp import sparse_embedding
+from lightning_sparse.hooks.misuse import keeps_copy
 from lightning_sparse.hooks.stock import StockExchanger, count_ddp
+from lightning_sparse.hooks.update_exchange import UpdateExchanger
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.state import renamed
 from lightning_sparse.strategies.choice import (
@@ -44,6 +54,7 @@ from lightning_sparse.strategies.choice import (
     NEXT_STEP,
     STOCK,
     TOPK,
+    UPDATES,
     Choice,
     Loaded,
     Parameters,
@@ -146,8 +157,24 @@ class AutoStrategy(Mixin):
         """Begin a dense average of gradients: a candidate whose options are None."""
         raise NotImplementedError
 
-    def _check_frozen(self) -> None:
+    def _look_at_gradients(self) -> None:
         """Raise RuntimeError if a parameter whose gradients are not averaged has one. Called after a backward pass."""
+
+    def _obstacles(self) -> dict[str, tuple[bool, Sequence[str]]]:
+        """Return, by obstacle, whether this rank has met it, and the candidates that would raise an error then.
+
+        All ranks return the same obstacles and candidates.
+        """
+        others = [name for name in self._auto.options if name != self.choice]
+        compressing = [name for name in others if self._auto.sends_gradients(name, self.optimizers)]
+        updates = [] if isinstance(self._training, UpdateTraining) else [name for name in others if name in UPDATES]
+        return {
+            "a step evaluates its closure several times": (self._evaluates_again, compressing),
+            "an optimizer keeps its own copy of the weights": (
+                bool(updates) and any(map(keeps_copy, self.optimizers)),
+                updates,
+            ),
+        }
 
     def _exchanges_updates(self, base: StrategyOptions, ranks: int) -> bool:
         """Return whether updates of the optimizers can be exchanged, and trained as well as dense averages."""
@@ -197,7 +224,7 @@ class AutoStrategy(Mixin):
 
     def _use(self, name: str, trainer: Any) -> None:
         """Begin an exchange."""
-        self._auto.parameters = Parameters.of(self.lightning_module, self._auto.parameters.trained)
+        self._auto.parameters = Parameters(parameters_by_name(self.lightning_module), self._auto.parameters)
         options = self._auto.options[name]
         self._in_use = name, options
         if options is None:
@@ -292,6 +319,11 @@ class AutoStrategy(Mixin):
     def _is_manual(self) -> bool:
         return not self.lightning_module.automatic_optimization
 
+    @property
+    def _accumulates(self) -> bool:
+        """Whether Lightning only accumulates gradients in the present batch."""
+        return not self._is_manual and accumulates(self.lightning_module.trainer)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_manual and not is_inner_step(optimizer):
@@ -308,10 +340,10 @@ class AutoStrategy(Mixin):
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        self._check_frozen()
+        self._look_at_gradients()
         if not self._is_manual:
             self._auto.clock.note_end()
-            if not self._has_counted and not accumulates(self.lightning_module.trainer):
+            if not self._has_counted and not self._accumulates:
                 self._has_counted = True
                 self._auto.clock.batches += 1
                 self._count_step(self.optimizers[0])
@@ -409,8 +441,11 @@ class AutoDDP(AutoStrategy):
         stock = count_ddp(ddp, reducer, self._timeout, from_rank_0=states, in_bfloat16=name == BF16)
         self._begin_fit(trainer, Training(stock, self.optimizers), "")
 
-    def _check_frozen(self) -> None:
-        params = self._auto.parameters
+    def _look_at_gradients(self) -> None:
+        params, options = self._auto.parameters, ddp_options(self)  # type: ignore[arg-type]
+        may_lack = options.get("find_unused_parameters") or options.get("static_graph") or params.lack_gradients
+        if isinstance(self._training, UpdateTraining) and not may_lack and not self._accumulates:
+            params.look_at_gradients(ignored_by_ddp(self.lightning_module))
         for name in params.frozen if isinstance(self.exchanger, StockExchanger) else ():
             param = params.by_name[name]
             if param.requires_grad and param.grad is not None and name not in self.model.parameters_to_ignore:
@@ -420,6 +455,21 @@ class AutoDDP(AutoStrategy):
                     f"on_train_batch_start. If a training step freezes and unfreezes it, also take "
                     f"strategy='auto_ddp_find_unused_parameters_true'."
                 )
+
+    def _obstacles(self) -> dict[str, tuple[bool, Sequence[str]]]:
+        by_ddp = [name for name in self._auto.options if name not in UPDATES and name != self.choice]
+        exchanger, options = self.exchanger, ddp_options(self)  # type: ignore[arg-type]
+        in_parts = isinstance(exchanger, UpdateExchanger) and exchanger.gradients_in_parts
+        return super()._obstacles() | {
+            "a step computes no gradient of some parameter": (
+                self._auto.parameters.lack_gradients,
+                by_ddp,
+            ),
+            "gradients come in several parts, as with reentrant checkpointing": (
+                in_parts and not options.get("static_graph"),
+                by_ddp,
+            ),
+        }
 
     def _use(self, name: str, trainer: Any) -> None:
         # A training step may freeze parameters that the next step unfreezes, as GANs do. DDP leaves out parameters that
@@ -464,14 +514,16 @@ class AutoDDP(AutoStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         params = self._auto.parameters
         unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
+        unfrozen += (new := params.added(self.lightning_module, self.optimizers))
         if unfrozen and not isinstance(self._training, UpdateTraining):
             # DDP averages only the gradients of parameters that were trained when it wrapped the model.
             try:
                 self._switch(self.lightning_module.trainer)  # to the same exchange
             except RankFailure as error:
+                change = "added" if unfrozen[0] in new else "unfrozen"
                 raise RankFailure(
-                    f"{unfrozen[0]!r} was unfrozen on rank {self.global_rank}, and then: {error} Unfreeze the same "
-                    f"parameters before the same step on all ranks."
+                    f"{unfrozen[0]!r} was {change} on rank {self.global_rank}, and then: {error} "
+                    f"Add and unfreeze the same parameters before the same step on all ranks."
                 ) from error
             self._auto.note_unfrozen(self, params.numel)
         super().on_train_batch_start(batch, batch_idx)

@@ -97,19 +97,47 @@ class Loaded(NamedTuple):
     basis: Any = None
 
 
-class Parameters(NamedTuple):
-    """A model's parameters by name, the names of frozen ones, and the parameters that a fit has trained so far."""
+class Parameters:
+    """A model's parameters at the start of an exchange.
 
-    by_name: Mapping[str, torch.nn.Parameter] = {}
-    frozen: Sequence[str] = ()
-    trained: Collection[torch.nn.Parameter] = ()
+    Args:
+        by_name: the parameters by name.
+        before: those at the start of the fit's exchange before.
 
-    @classmethod
-    def of(cls, model: torch.nn.Module, trained: Collection[torch.nn.Parameter]) -> Parameters:
-        """Return the present parameters of a model; `trained` are earlier ones of the fit."""
-        by_name = parameters_by_name(model)
-        frozen = [name for name, param in by_name.items() if not param.requires_grad]
-        return cls(by_name, frozen, {*trained, *(param for param in by_name.values() if param.requires_grad)})
+    Attributes:
+        by_name: as given.
+        frozen: names of the frozen ones.
+        trained: the parameters that the fit has trained so far.
+        lack_gradients: whether a backward pass of the fit has left out a parameter that DistributedDataParallel would
+            have waited for.
+    """
+
+    def __init__(self, by_name: Mapping[str, torch.nn.Parameter] = {}, before: Parameters | None = None) -> None:
+        self.by_name = by_name
+        self.frozen = [name for name, param in by_name.items() if not param.requires_grad]
+        self.trained = {param for param in by_name.values() if param.requires_grad}
+        self.trained |= set() if before is None else before.trained
+        self.lack_gradients: bool = before is not None and before.lack_gradients
+        self._known = {*by_name.values()}
+        self._were_frozen = set[torch.nn.Parameter]()  # since the exchange began
+
+    def look_at_gradients(self, ignored: Collection[str]) -> None:
+        """After a backward pass, look whether DistributedDataParallel would have waited for a gradient.
+
+        Args:
+            ignored: names of the parameters that DistributedDataParallel leaves out.
+        """
+        trained = [param for name, param in self.by_name.items() if name not in {*self.frozen, *ignored}]
+        self._were_frozen.update(param for param in trained if not param.requires_grad)
+        self.lack_gradients |= any(
+            param.requires_grad and (param.grad is None or param in self._were_frozen) for param in trained
+        )
+
+    def added(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+        """Return the names of parameters that the model and an optimizer have got since the last call."""
+        unknown = {param for param in parameters_of(optimizers) if param not in self._known}
+        self._known |= unknown  # type: ignore[arg-type]
+        return [name for name, param in parameters_by_name(model).items() if param in unknown] if unknown else []
 
     def renames(self, now: Parameters) -> dict[str, str]:
         """Return the present names by these names, which callbacks may have changed."""
@@ -194,7 +222,7 @@ class Choice:
         links, names, left_out = self.tuner.links, [*self.options], self.tuner.left_out
         are_torchs = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
         fitting = [name for name in names if name not in left_out]
-        suited = [name for name in fitting if are_torchs or not self._sends_gradients(name, optimizers)]
+        suited = [name for name in fitting if are_torchs or not self.sends_gradients(name, optimizers)]
         first = names[0] if links[names[0]] < SHORT else min(suited, key=links.__getitem__)
         loaded, self.loaded = self.loaded, Loaded()  # a later fit may have no checkpoint
         # A strategy that always takes TopK saves no choice.
@@ -281,7 +309,8 @@ class Choice:
             works: see `_workloads`.
         """
         comm = ProcessGroupComm(strategy._group)
-        self._link = Link(*measure_link(comm, strategy.root_device, comm.of_all()))
+        device = strategy.root_device
+        self._link = Link(*measure_link(comm, device, comm.of_all()), comm.direct_bytes(device))
         gradients, buckets, whole = works
         links = {name: self._seconds(name, gradients, strategy) for name in self.options}
         for name in UPDATES:
@@ -320,40 +349,43 @@ class Choice:
         strategy._training.exchange_pending()  # its collectives come before the following ones on all ranks
         needed = self._bytes(strategy)
         free = needed[self.tuner.current] + _free_bytes(strategy.root_device)
-        lacking = [math.inf if self._is_barred(strategy, name) else needed[name] - free for name in needed]
-        own = torch.tensor([self.tuner.median(), self.tuner.spread(), *lacking], device=strategy.root_device)
+        lacking, obstacles = [nbytes - free for nbytes in needed.values()], strategy._obstacles()
+        met = [float(is_met) for is_met, _ in obstacles.values()]
+        own = torch.tensor([self.tuner.median(), self.tuner.spread(), *lacking, *met], device=strategy.root_device)
         comm = strategy.reducer.comm
         everyone = comm.of_all()
         was_settled, factor = self.tuner.is_settled, 1.0
         with comm.uncounted():
-            slowest, spread, *lacking = everyone.all_gather(own).amax(0).tolist()
+            slowest, spread, *found = everyone.all_gather(own).amax(0).tolist()
             if self.tuner.needs_more(spread):
                 return ""
-            left_out = {name: nbytes for name, nbytes in zip(self.options, lacking, strict=True) if nbytes > 0}
             if not self.tuner.times and not was_settled and self.options[self.tuner.current] is None:
                 # Another program may have begun to use the link. Only a dense average would hide that.
                 self.tuner.links = self._measure(strategy, self._workloads(strategy))
             link = self._link
             if seconds := self.tuner.probe_seconds:
                 factor = speed_up(comm, strategy.root_device, link.bandwidth, link.latency, seconds, everyone)
-        self.tuner.left_out = left_out
-        for name in left_out:  # it was tried before the optimizer evaluated its closure several times
-            if left_out[name] == math.inf:
-                self.tuner.times.pop(name, None)
+        why = dict.fromkeys((name for name, nbytes in zip(needed, found) if nbytes > 0), "")  # noqa: B905
+        for (obstacle, (_, names)), is_met in zip(obstacles.items(), found[len(needed) :], strict=True):
+            for name in names if is_met else ():
+                why[name] = obstacle
+                self.tuner.times.pop(name, None)  # it was tried before
+        self.tuner.left_out = why
         if self.tuner.decide(slowest, factor):
             self.measure_again(strategy)
             now = f"a step takes {1e3 * slowest:.3g} ms now, and {self._link_text()}"
             self.reason = f"{self._name}, which tries again: {now}"
             return f"{self._name}: {now}: it tries again."
         if self.tuner.is_settled and not was_settled:
-            found = f"{self.tuner.summary()}; {self._link_text()}"
-            untried = [name for name in self.tuner.untried if name in left_out]
-            if names := [name for name in untried if left_out[name] < math.inf]:
-                found += f"; too little memory for {', '.join(names)}"
-            if names := [name for name in untried if left_out[name] == math.inf]:
-                found += f"; no {' or '.join(names)}, because a step evaluates its closure several times"
-            self.reason = f"{self._name}, by measured steps: {found}"
-            return f"{self._name} keeps {self.tuner.current}: {found}."
+            text = f"{self.tuner.summary()}; {self._link_text()}"
+            for each in dict.fromkeys(why.values()):
+                names = [name for name in self.tuner.untried if why.get(name) == each]
+                if names and each:
+                    text += f"; no {' or '.join(names)}, because {each}"
+                elif names:
+                    text += f"; too little memory for {', '.join(names)}"
+            self.reason = f"{self._name}, by measured steps: {text}"
+            return f"{self._name} keeps {self.tuner.current}: {text}."
         return ""
 
     def _crowded(self, strategy: AutoStrategy) -> Collection[str]:
@@ -365,12 +397,7 @@ class Choice:
         found = comm.all_reduce(torch.tensor(lacks, dtype=torch.float32, device=strategy.root_device), "max")
         return [*itertools.compress(self.options, found.tolist())]
 
-    def _is_barred(self, strategy: AutoStrategy, name: str) -> bool:
-        """Return whether a candidate would raise an error, because a step evaluates its closure several times."""
-        is_barred = strategy._evaluates_again and name != self.tuner.current
-        return is_barred and self._sends_gradients(name, strategy.optimizers)
-
-    def _sends_gradients(self, name: str, optimizers: Sequence[Optimizer]) -> bool:
+    def sends_gradients(self, name: str, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether a candidate compresses gradients."""
         options = self.options[name]
         return options is not None and options.choose(optimizers)[0] == "gradient"

@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -125,11 +126,20 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._reducer is not None:
-            self._reducer.epoch = self.lightning_module.trainer.current_epoch
+            self._begin_epoch(self._reducer, self.lightning_module.trainer.current_epoch)
         if self._shutdown is not None:
             self._shutdown.begin()
         if self.exchanger is not None:  # before a collective of FSDP2, or many local steps
             self.exchanger.session.raise_known_failure()
+
+    def _begin_epoch(self, reducer: Reducer, epoch: int) -> None:
+        """Set the epoch of the density warm-up. If the density changes, wait for ranks with more batches: they fail."""
+        before, reducer.epoch = reducer.epoch, epoch
+        options = reducer.options
+        if options.density_warmup_steps is None and before < min(epoch, len(options.density_warmup or ())):
+            assert self.exchanger is not None
+            self._training.wait()
+            self.exchanger.session.outside().all_reduce(torch.zeros(1, device=self.root_device))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

@@ -400,6 +400,33 @@ def test_a_model_takes_one_hook_and_attach_says_so(hook, message):
         assert rest == [True]
 
 
+class Rooted(nn.Module):
+    """A parameter belongs to no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+
+def changed_before_attach(rank: int, change: str) -> tuple[str, str]:
+    net = Rooted()
+    if change == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["weight"])
+    net.layer.requires_grad_(change != "unfrozen")
+    ddp = DistributedDataParallel(net)
+    net.layer.requires_grad_(change != "frozen")
+    return caught(lambda: attach(ddp, "topk"))[:2]
+
+
+@pytest.mark.parametrize(("change", "now", "before"), [("unfrozen", 3, 1), ("frozen", 1, 3), ("ignored", 2, 3)])
+def test_other_parameters_than_ddp_reduces_are_an_error_before_the_first_step(change, now, before):
+    """Unfrozen ones would let backward wait for ever."""
+    for kind, text in run_ranks(2, changed_before_attach, change):
+        assert kind == "ValueError"
+        assert f"{now} parameters of the model require gradients now, but" in text
+        assert f"DistributedDataParallel reduces {before}" in text
+
+
 def with_options(rank: int) -> list[Any]:
     ddp, net = DistributedDataParallel(nn.Linear(50, 50)), nn.Linear(50, 50)
     optimizer = torch.optim.AdamW(net.parameters())

@@ -8,7 +8,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.auto import InBfloat16
 from lightning_sparse import AutoDDPStrategy, RankFailure, SparseDDPStrategy, attach_updates
@@ -27,12 +28,13 @@ from lightning_sparse.callbacks import CommunicationMonitor, ContractionRatio, G
 from lightning_sparse.hooks.stock import count_ddp
 from lightning_sparse.hooks.update_exchange import exchange_of
 from lightning_sparse.options import ReducerOptions
+from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies import choice as choice_module
 from lightning_sparse.strategies.choice import KEY, Choice, Clock, Loaded
 from lightning_sparse.strategies.fit_checks import trains_with_updates
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 from lightning_sparse.strategies.tuner import Tuner
-from tests.integration.planned import Logged, Watch, follow
+from tests.integration.planned import Brief, Logged, Watch, follow
 from tests.integration.trainers import Batches, Loader, Messages, Net, lightning_ranks, trainer
 from tests.processes import run_ranks
 from tests.support.tiers import full, in_full, later, tiers
@@ -683,6 +685,13 @@ def freeze(module: Net) -> None:
     module.embedding.requires_grad_(False)
 
 
+def add(module: Net) -> None:
+    """Add a layer, which begins with other weights on each rank."""
+    torch.manual_seed(module.global_rank)
+    module.layers.append(nn.Linear(module.layers[-1].out_features, 4))
+    module.optimizers().add_param_group({"params": module.layers[-1].parameters()})
+
+
 def rename(module: Net) -> None:
     """Rename parameters, as ModelPruning does."""
     module.layers[0] = nn.Sequential(module.layers[0])
@@ -846,6 +855,96 @@ def test_methods_that_compress_gradients_are_not_tried_if_a_step_has_several(kin
     assert "no int8 or int4, because a step evaluates its closure several times" in "".join(said), said
 
 
+class Eager(Brief):
+    """Tries all candidates that can train."""
+
+    first = "topk"
+
+    def __init__(self, links: Mapping[str, float], current: str, *, settled: bool = False) -> None:
+        super().__init__(links, self.first)
+
+    def bound(self, name: str) -> float:
+        return 0.0
+
+
+class Spare(Linear):
+    """One layer is used in no step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.spare = nn.Linear(3, 3)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return Net.training_step(self, batch, index)
+
+
+class InParts(Spare):
+    """The gradient of one layer comes in two parts."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = torch.ones(1, 3, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(self.spare, x, use_reentrant=True)
+        return super().training_step(batch, index) + 1e-3 * x.sum()
+
+
+class Toggling(Spare):
+    """A layer is used in every other step, and frozen in the others."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.spare.requires_grad_(index % 2 > 0)
+        spare = self.spare(torch.ones(1, 3)).sum() if index % 2 else 0.0
+        return super().training_step(batch, index) + 1e-3 * spare
+
+
+def eager(rank: int, net: Any, kind: Any, options: dict[str, Any], first: str = "topk") -> Any:
+    choice_module.Tuner, Eager.first = Eager, first  # type: ignore[misc]
+    choice_module.measure_link = lambda *_: (1e6, 1e-6)
+    strategy, said = AutoDDPStrategy(process_group_backend="gloo", **options), []
+    strategy.inform = said.append  # type: ignore[method-assign]
+    watch = fit(net(kind, lr=0.01), strategy, rank, max_steps=150)
+    return [*strategy._auto.tuner.times], "".join(said), watch.weights[-1]
+
+
+ALL = {"topk", "ddp", "ddp, bf16", "int4", "int8"}
+NO_GRADIENT = "no {}, because a step computes no gradient of some parameter"
+IN_PARTS = "no {}, because gradients come in several parts"
+EAGER = [
+    (Linear, {}, ALL, ""),
+    (Spare, {}, {"topk"}, NO_GRADIENT),
+    (Toggling, {}, {"topk"}, NO_GRADIENT),
+    (Spare, {"find_unused_parameters": True}, ALL, ""),
+    (InParts, {}, {"topk"}, IN_PARTS),
+    (InParts, {"static_graph": True}, ALL, ""),
+]
+
+
+@later
+@pytest.mark.parametrize(("net", "options", "names", "text"), tiers(EAGER, EAGER[1:2]))
+def test_what_ddp_refuses_is_not_tried_while_updates_train(net, options, names, text):
+    (tried, said, weights), (others, _, theirs) = lightning_ranks(2, eager, net, torch.optim.AdamW, options)
+    assert {*tried} == {*others} == names
+    assert text.format("ddp or ddp, bf16 or int8 or int4") in said
+    assert torch.equal(weights, theirs)
+
+
+class Master(torch.optim.AdamW):
+    """Keeps a copy of the weights in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param in parameters_of([self]):
+            self.state[param]["master"] = param.detach().clone()
+        return loss
+
+
+@full
+def test_updates_are_not_tried_if_an_optimizer_keeps_a_copy_of_the_weights():
+    (tried, said, _), (others, *_) = lightning_ranks(2, eager, Linear, Master, {}, "ddp")
+    assert {*tried} == {*others} == ALL - {"topk"}
+    assert "no topk, because an optimizer keeps its own copy of the weights" in said
+
+
 @full
 @pytest.mark.parametrize("net", [Raw, OnlySecond])
 def test_steps_of_any_optimizer_are_counted(net):
@@ -954,6 +1053,16 @@ def test_layers_that_a_callback_unfreezes_are_trained_alike(plan):
     assert {*names} == {*plan}
     assert torch.equal(first, second)
     assert not torch.equal(embedding, Frozen().embedding.weight)
+
+
+@full
+@pytest.mark.parametrize("plan", tiers([["ddp", "ddp"], ["int4", "ddp"], ["topk", "ddp"]], [["ddp", "ddp"]]))
+def test_layers_that_a_callback_adds_are_trained_alike(plan):
+    """Stock ddp would not average their gradients."""
+    (names, first, *_), (_, second, *_) = lightning_ranks(2, changed, "AdamW", plan, Net, add)
+    assert {*names} == {*plan}
+    assert first.numel() > Net().weights.numel()
+    assert torch.equal(first, second)
 
 
 @full
@@ -1257,13 +1366,23 @@ def test_a_rank_that_fails_is_named_on_the_others(name):
     assert "the abacus is missing a bead" in first
 
 
+class Counted(pl.Callback):
+    """After each step, asserts that the monitor has counted all bytes."""
+
+    def __init__(self, monitor: CommunicationMonitor) -> None:
+        self.monitor = monitor
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        assert self.monitor.state_dict()["sent_total"] == trainer.strategy.reducer.comm.sent_bytes
+
+
 def monitored(rank: int) -> Any:
-    logger = Logged()
+    logger, monitor = Logged(), CommunicationMonitor()
     fit(
         Net(torch.optim.AdamW, lr=0.01),
         auto(["ddp", "topk", "ddp"]),
         rank,
-        callbacks=[CommunicationMonitor(), ContractionRatio(), GradientDistribution()],
+        callbacks=[monitor, Counted(monitor), ContractionRatio(), GradientDistribution()],
         logger=[logger],
         log_every_n_steps=1,
     )
@@ -1283,6 +1402,8 @@ def test_the_monitor_counts_over_switches_and_the_choice_is_logged():
     assert all(seen.get("seconds/hidden_share", 0) <= 1 for seen in counted)
     assert 5 <= ratios <= 6  # of TopK's steps; at a switch the callback may observe the exchange that ends
     assert totals == sorted(totals)
+    steps = {round(seen["communication/bytes_per_step"]) for seen in counted}
+    assert len(steps) < 6, steps  # of DDP, and the densities of the warm-up; not of a switch
     assert len(totals) > 4
     assert {"auto_ddp/ddp_ms", "auto_ddp/topk_ms", "auto_ddp/link_mbit"} <= {*choices[-1]}
 

@@ -230,6 +230,19 @@ def test_ranks_with_different_step_counts(exchange):
     assert second[2] < SOON
 
 
+def uneven_epochs(rank: int) -> str:
+    how = strategy("topk", 0.01, density_warmup=[0.5, 0.1], broadcast_buffers=False)
+    with pytest.raises(RankFailure) as error:
+        trainer(how, 2, max_epochs=3).fit(Net(), Loader(rank, 2, 3 + rank))
+    return str(error.value)
+
+
+def test_a_density_that_changes_at_an_epoch_waits_for_ranks_with_more_batches():
+    """Messages of two lengths would end a process within gloo."""
+    for text in lightning_ranks(2, uneven_epochs):
+        assert text.startswith("Rank 0 pauses after 3 steps, for a validation, a checkpoint, another density")
+
+
 def refuses_alone(rank: int) -> tuple[str, str, float]:
     net = nn.Linear(2, 2)
     ddp = DistributedDataParallel(net, skip_all_reduce_unused_params=rank == 1)

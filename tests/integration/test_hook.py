@@ -102,12 +102,14 @@ def reordered(rank: int, before_step: int, kernel: int) -> tuple[int, str]:
     warnings.filterwarnings("ignore", "Grad strides do not match")  # torch: "may impair performance"
     net = nn.Conv2d(3, 4, kernel)
     ddp = DistributedDataParallel(net)
+    if before_step < 0:
+        net.to(memory_format=torch.channels_last)
     attach(ddp, "topk", density=0.1)
     for step in range(3):
         if step == before_step:
             net.to(memory_format=torch.channels_last)
         try:
-            ddp(torch.ones(2, 3, 8, 8)).square().mean().backward()
+            ddp(torch.randn(2, 3, 8, 8)).square().mean().backward()
         except RuntimeError as error:
             return step, str(error)
     return -1, ""
@@ -117,11 +119,11 @@ def test_a_memory_format_without_effect_may_change_after_wrapping():
     assert run_ranks(2, reordered, 0, 1) == [(-1, "")] * 2
 
 
-@pytest.mark.parametrize("before_step", [0, 2])
+@pytest.mark.parametrize("before_step", [-1, 0, 2])
 def test_a_memory_format_that_changes_after_wrapping_is_an_error(before_step):
     """Stock DDP permutes the gradient, and warns of performance only."""
     for step, text in run_ranks(2, reordered, before_step, 3):
-        assert step == before_step
+        assert step == max(0, before_step)
         assert "'weight' has changed its memory format since DistributedDataParallel wrapped the model" in text
 
 
@@ -931,6 +933,20 @@ def warmed_up(rank: int) -> list[int]:
         counts.append(int(net.weight.grad.count_nonzero()))
     assert reducer.density == 0.01
     return counts
+
+
+def with_disabled_scaler(rank: int) -> str:
+    net = nn.Linear(4, 4)
+    ddp, scaler = DistributedDataParallel(net, bucket_cap_mb=0), torch.amp.GradScaler("cpu", enabled=False)
+    attach(ddp, "topk", density=0.5, loss_scale=scaler.get_scale)
+    with pytest.raises(NonFiniteGradient) as error:
+        scaler.scale(ddp(torch.full((2, 4), math.nan if rank else 1.0)).sum()).backward()
+    return str(error.value)
+
+
+def test_a_gradient_scaler_that_is_disabled_skips_no_step():
+    """Its gradients would be NaN after a skipped step, and it would step with them."""
+    assert all("is not finite on rank 1 at step 0" in text for text in run_ranks(2, with_disabled_scaler))
 
 
 def test_warm_up_by_steps():

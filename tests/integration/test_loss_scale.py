@@ -2,13 +2,17 @@
 
 import logging
 import logging.handlers
+from collections.abc import Collection
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from lightning_sparse.hooks.scalers import trains
 from tests.integration.trainers import Loader, Net, lightning_ranks, same, strategy, trainer
 from tests.support.tiers import full, later, tiers
 
@@ -197,6 +201,45 @@ def test_a_scaler_that_scales_nothing_or_is_switched_off_is_none():
         return [*outcomes, torch.amp.GradScaler.scale is original]  # after fit torch is as it was
 
     assert lightning_ranks(2, rank) == [[True, True, True]] * 2
+
+
+class Probe(pl.Callback):
+    """Trains a layer outside of the model after each batch, with a scaler whose scale doubles."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self.ranks, self.layer = ranks, torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.01)
+        self.scaler = torch.amp.GradScaler("cpu", **GROWING)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank in self.ranks:
+            self.scaler.scale(self.layer(torch.ones(2, 3)).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+@pytest.mark.parametrize("ranks", tiers([[0, 1], [0]], [[0]]))
+def test_the_scaler_of_a_model_that_is_not_trained_here_is_not_followed(ranks):
+    def rank(rank: int) -> list[bool]:
+        control = fit(Own(), rank, strategy("topk", 0.1))
+        own = fit(Own("attribute", GROWING), rank, strategy("topk", 0.1))
+        probe = Probe(ranks)
+        probed = fit(Own(), rank, strategy("topk", 0.1), callbacks=[probe])
+        both = fit(Own("attribute", GROWING), rank, strategy("topk", 0.1), callbacks=[Probe(ranks)])
+        return [same(probed, control), same(both, own), rank not in ranks or probe.scaler.get_scale() > 8]
+
+    assert lightning_ranks(2, rank) == [[True, True, True]] * 2
+
+
+def test_a_scaler_is_known_by_the_graph_of_its_loss():
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    params, x = dict(layers[1].named_parameters()), torch.ones(2, 3)
+    assert trains(layers(x), params)
+    assert trains([x, layers(x).sum()], params)
+    assert not trains(layers[0](x).sum(), params)
+    assert not trains(x.sum(), params)
+    hidden = checkpoint(layers, x.clone().requires_grad_(), use_reentrant=True)
+    assert trains(hidden.sum(), params)
 
 
 def test_the_run_says_whose_scaler_it_follows():
