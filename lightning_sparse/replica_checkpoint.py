@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ T = TypeVar("T")
 State = dict[str, Any]
 ENTRY = "entry.json"
 """Name of the file with a save's entry."""
+_last_saved = weakref.WeakValueDictionary[str, UpdateExchanger]()
+"""By path, the exchange of the last `save_replica`."""
 
 
 def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> None:
@@ -55,7 +58,7 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
 
     Args:
         path: path of the checkpoint of the weights, the same on all ranks. The folder "<path>.residuals" gets one file
-            per rank, with its shards of the residual and of the optimizers' states.
+            per rank, with its shards of the residual and of the optimizers' states. Each model needs another path.
         model: the model of `attach_updates`.
         optimizers: its optimizer, or all its optimizers in the order of `attach_updates`.
 
@@ -66,6 +69,12 @@ def save_replica(path: str, model: nn.Module, optimizers: Optimizer | Sequence[O
     exchange = _begin(model, optimizers)
     path = sidecars.absolute(path)
     write_replica(path, model, exchange, lambda entry: _write_entry(path, entry) if dist.get_rank() == 0 else None)
+    last, _last_saved[path] = _last_saved.get(path), exchange
+    if last is not None and last is not exchange and not last.session.is_closed and dist.get_rank() == 0:
+        log.warning(
+            f"save_replica({path!r}) has replaced the residuals and optimizer states of another model, which was saved "
+            f"under this path before. Give each model another path."
+        )
 
 
 def write_replica(path: str, model: nn.Module, exchange: UpdateExchanger, *finish: Callable[[State], None]) -> None:

@@ -42,6 +42,8 @@ class Peers:
     Attributes:
         rank, ranks, part: as given.
         terminating: the key of the rank that was the first to be asked to end; see `Termination`.
+        has_left: whether this rank has left a collective that others may still join, in a group that outlives the
+            exchange. Then no further collective of that group would match.
     """
 
     def __init__(
@@ -50,13 +52,17 @@ class Peers:
         self._store, self.rank, self.ranks = BoundedStore(store, ANSWER_SECONDS), rank, ranks
         self.part = ranks if part is None else part
         self._pid = os.getpid()
-        self._failed, self._done, self._pause, self._request = (
+        self._failed, self._done, self._pause = (
             f"lightning_sparse/{group}/{key}"
-            for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{self.part[0]}/pause", f"{ranks[0]}/poll")
+            for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{self.part[0]}/pause")
         )
-        self._pauses = 0
+        self._pauses, self.has_left = 0, False
         self._reason = ""  # that a failed rank has recorded
         self.terminating = f"lightning_sparse/{group}/terminating"
+
+    @property
+    def _request(self) -> str:
+        return f"{self._failed}/poll"
 
     @property
     def has_parts(self) -> bool:

@@ -38,6 +38,11 @@ class Exchanger(abc.ABC):
     def is_consistent(self) -> bool:
         """Whether the reducer's state belongs to a complete step."""
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left a collective that others may still join, in a group that outlives the exchange."""
+        return self.comm.peers.has_left
+
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""
         return self.is_consistent

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sparse._compat import at_end_of_backward, in_backward
+from lightning_sparse.comm import RankFailure
 from lightning_sparse.comm.worker import Worker
 from lightning_sparse.hooks.base import Exchanger
 from lightning_sparse.hooks.closure import replace_closure
@@ -272,6 +273,11 @@ class GradientExchanger(Exchanger):
             f"{listed(unused or [*map(repr, late)])} got no gradient {where}, so DDP did not exchange all gradients "
             f"and the ranks would drift apart. {remedy}"
         )
+
+    @property
+    def has_left(self) -> bool:
+        # DDP agrees on unused parameters by a collective, which a rank without a backward pass does not join.
+        return super().has_left or (self._finds_unused and isinstance(self.session.error, RankFailure))
 
     @property
     def is_consistent(self) -> bool:

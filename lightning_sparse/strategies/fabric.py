@@ -11,9 +11,9 @@ the model itself, and the exchange is part of `optimizer.step()`.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import checkpoint as sidecars
-from lightning_sparse.hooks import GradientExchanger, report_errors_to_peers
+from lightning_sparse.hooks import report_errors_to_peers
 from lightning_sparse.hooks.updates import check_all_stepped
 from lightning_sparse.strategies.base import SparseStrategy
 from lightning_sparse.strategies.checkpoints import Checkpoints, Infos, Part
@@ -44,22 +44,6 @@ def _without_exchange(module: torch.nn.Module, enabled: bool) -> contextlib.Abst
     if enabled and isinstance(module, DistributedDataParallel):
         return module.no_sync()
     return contextlib.nullcontext()
-
-
-class _ExplainFailures:
-    """Names the cause if a forward pass fails because another rank has ended.
-
-    DistributedDataParallel broadcasts buffers in the forward pass. Torch's error does not say why it broke off.
-    """
-
-    def __init__(self, exchanger: GradientExchanger) -> None:
-        self._exchanger: GradientExchanger | None = exchanger  # copies of the model have none
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *_: Any) -> None:
-        """Look at the error of the forward pass, if there is one."""
-        if self._exchanger is not None and (error := sys.exc_info()[1]) is not None:
-            self._exchanger.session.fail(error, in_model=True)
 
 
 class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # type: ignore[misc]  # its strategies resemble the Trainer's
@@ -102,9 +86,14 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
             with self._with_ddp_options(init_sync=False):
                 ddp = module = self._set_up(module)
             training = GradientTraining(self, ddp, optimizers, method)
+            others = [each for each in self._trainings.values() if isinstance(each, GradientTraining)]
+            known = {id(each): each for other in others for each in other.optimizers}
+            for each in known.values():  # of another model, and perhaps of this one, too
+                if training.is_stepped_by(each) and not any(each is given for given in optimizers):
+                    training.add(each)
             training.begin()
             weakref.finalize(ddp, training.close)
-            ddp.register_forward_hook(_ExplainFailures(training.exchanger), always_call=True)
+            ddp.register_forward_hook(training.forward, always_call=True)
         else:
             training = UpdateTraining(self, self._exchange_updates(module, optimizers, method))
             if not training.exchanger.reducer.method.delayed:
@@ -133,8 +122,8 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         checkpoint = dict(state)
 
         def enter(infos: Infos) -> None:
-            found = zip(parts, infos, strict=True)
-            checkpoint[sidecars.KEY] = {name: info for part, info in found for name in part.optimizers}
+            found = zip(_keys(parts), infos, strict=True)
+            checkpoint[sidecars.KEY] = {key: info for keys, info in found for key in keys}
 
         write = partial(super().save_checkpoint, path, checkpoint, storage_options, filter)
         self._checkpoints.save(parts, enter, path, write)
@@ -169,15 +158,15 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
         infos = rest.pop(sidecars.KEY, None)
         known = infos if isinstance(infos, Mapping) else {}
         self._warn_of_early_load(path, {name: state.get(name) for name in known if name not in names})
-        for part in parts:
+        for part, keys in zip(parts, _keys(parts), strict=True):
             states = {name: held[name] for name in part.optimizers if held[name] is not None}
             remedy = f"fabric.load({str(path)!r}, {{'model': model}})"
             self._checkpoints.load_together(
                 part.optimizers, states, partial(_load_states, part.optimizers, states), path, remedy
             )
-            info = next((known[name] for name in part.optimizers if name in known), None)
+            info = next((known[key] for key in keys if key in known), None)
             self._checkpoints.load(part, info, states, path)
-        for training in self._trainings.values():
+        for training in self._trainings_in([*state.values(), *(x for part in parts for x in part.optimizers.values())]):
             if isinstance(training, UpdateTraining):
                 training.begin()  # from rank 0's weights: nodes may have different files
         return rest
@@ -191,7 +180,10 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
     def _parts(self, state: Mapping[str, Any]) -> list[Part]:
         """Return the exchanges of the optimizers in a checkpoint's state. Residuals go with the optimizers."""
         parts = []
-        for training in self._trainings.values():
+        ids = [{id(x) for x in model.parameters() if x.requires_grad} for model in self._trainings]
+        for number, training in enumerate(self._trainings.values()):
+            if any(ids[number] <= later for later in ids[number + 1 :]):
+                continue  # the model was set up again
             optimizers = {
                 name: value for name, value in state.items() if any(value is each for each in training.optimizers)
             }
@@ -199,6 +191,16 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
                 is_consistent, waits = exchanger.drain(), exchanger.gradients_wait(training.optimizers)
                 parts.append(Part(exchanger.reducer, optimizers, is_consistent, waits))
         return parts
+
+
+def _keys(parts: Sequence[Part]) -> list[list[str]]:
+    """Return the keys of each part in a checkpoint: the names of its optimizers, with a number if they recur."""
+    before = Counter[str]()
+    keys = []
+    for part in parts:
+        keys.append([f"{name}, model {before[name] + 1}" if before[name] else name for name in part.optimizers])
+        before.update([*part.optimizers])
+    return keys
 
 
 def _load_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:

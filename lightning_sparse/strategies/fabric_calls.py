@@ -151,8 +151,9 @@ class FabricCalls(Mixin):  # type: ignore[misc]
                     f"{type(model).__name__} are exchanged for other optimizers already. Set up all together: "
                     f"fabric.setup(model, first, second)."
                 )
-            if isinstance(training, GradientTraining):
-                training.add(optimizer)
+            for each in self._trainings.values():  # one optimizer may step several models
+                if isinstance(each, GradientTraining) and each.is_stepped_by(optimizer):
+                    each.add(optimizer)
         if waiting is not None:
             optimizers, _ = waiting
             optimizers.append(optimizer)
@@ -212,8 +213,9 @@ class FabricCalls(Mixin):  # type: ignore[misc]
         if training is None:
             self._check_waiting(optimizer)
             return super().optimizer_step(optimizer, **kwargs)
-        if isinstance(training, GradientTraining):
-            training.check_complete()
+        for each in self._trainings.values():
+            if isinstance(each, GradientTraining) and any(optimizer is own for own in each.optimizers):
+                each.check_complete()
         take, given = partial(super().optimizer_step, optimizer), kwargs.pop("closure", None)
 
         def step(closure: Callable[[], Any]) -> Any:
@@ -227,6 +229,18 @@ class FabricCalls(Mixin):  # type: ignore[misc]
     def _training_of(self, optimizer: Any) -> Training | None:
         trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
         return next(trainings, None)
+
+    def _trainings_in(self, objects: Sequence[Any]) -> list[Training]:
+        """Return the trainings of which a model or an optimizer is among objects.
+
+        Models of others, as of earlier folds, may be alive on some ranks only.
+        """
+        ids = {*map(id, objects)}
+        return [
+            training
+            for model, training in self._trainings.items()
+            if not ids.isdisjoint(map(id, [model, getattr(model, "_orig_mod", model), *training.optimizers]))
+        ]
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
         """Clip gradients by their norm; `max_norm` is for the mean gradient of all workers."""

@@ -174,6 +174,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
         if isinstance(state, torch.nn.Module | Optimizer):
             return super().load_checkpoint(path, state, *args, **kwargs)
         self._exchange_pending()
+        objects = [*(state or {}).values()]  # Lightning may replace them
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         info = rest.pop(sidecars.KEY, None)
         if (found := self._resumed(state)) is not None:
@@ -185,7 +186,7 @@ class FabricSparseHSDP(HSDPOptions, FabricCalls, SparseStrategy, ModelParallelSt
                 self.inform(
                     f"The residuals of {str(path)!r} are not loaded: the state lacks an optimizer of the model."
                 )
-        for training in self._trainings.values():
+        for training in self._trainings_in(objects):
             training.begin()  # from replica 0's weights
         return rest
 

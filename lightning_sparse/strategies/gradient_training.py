@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,37 @@ if TYPE_CHECKING:
     from lightning_sparse.strategies.base import SparseStrategy
 
 
+class AfterForward:
+    """A hook that is called after each forward pass of DistributedDataParallel.
+
+    It names the cause if the pass fails because another rank has ended. DistributedDataParallel broadcasts buffers in
+    the pass, and torch's error does not say why it broke off.
+
+    Attributes:
+        expects_gradients: whether a backward pass that exchanges gradients should follow.
+    """
+
+    def __init__(self, exchanger: GradientExchanger) -> None:
+        self._exchanger: GradientExchanger | None = exchanger  # copies of the model have none
+        self.expects_gradients = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, ddp: DistributedDataParallel, *_: Any) -> None:
+        """Look at the error of the forward pass, if there is one."""
+        if self._exchanger is not None and (error := sys.exc_info()[1]) is not None:
+            self._exchanger.session.fail(error, in_model=True)
+        self.expects_gradients |= torch.is_grad_enabled() and ddp.require_backward_grad_sync
+
+
 class GradientTraining(Training):
     """Exchanges gradients in each synchronised backward pass.
 
     Args:
         strategy: the strategy. The loss scale is taken from its precision plugin.
         ddp: the wrapped model. This object keeps no reference to it.
+
+    Attributes:
+        forward: a hook for forward passes of `ddp`, which `check_complete` needs.
     """
 
     exchanger: GradientExchanger
@@ -52,7 +78,7 @@ class GradientTraining(Training):
         self.optimizers: list[Optimizer] = optimizers
         self._own_scaler: torch.amp.GradScaler | None = None  # the model's, after its first scaled loss
         self._has_stepped = False
-        self._reductions = 0  # number of reduced steps before the present backward pass
+        self._reductions = 0  # reduced steps before the present backward pass, or before the last step of Fabric
         self._model_name = type(ddp.module).__name__
         scaler = strategy.scaler
         self.exchanger = exchange_gradients(
@@ -63,6 +89,7 @@ class GradientTraining(Training):
             from_rank_0=initial_states(ddp, ddp_options(strategy)),
             optimizers=optimizers,
         )
+        self.forward = AfterForward(self.exchanger)
         self._step_hook = register_optimizer_step_pre_hook(self._before_any_step)
 
     def begin(self) -> None:
@@ -88,6 +115,10 @@ class GradientTraining(Training):
         if firsts and torch.stack(firsts).isnan().any():
             for param in parameters_of([optimizer]):
                 param.grad = None
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps a parameter of the model."""
+        return not {*map(id, self.exchanger.params.values())}.isdisjoint(map(id, parameters_of([optimizer])))
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer of the model; ValueError if it is not supported."""
@@ -154,9 +185,12 @@ class GradientTraining(Training):
         self.exchanger.check_reduced(self._reductions)
 
     def check_complete(self) -> None:
-        """Raise RuntimeError, on all ranks, if a backward pass has exchanged only a part of the gradients."""
-        if not self.exchanger.drain():
-            self.exchanger.check_reduced(self.exchanger.reductions)
+        """Raise RuntimeError, on all ranks, if backward passes since the last step left gradients without exchange."""
+        is_complete, before = self.exchanger.drain(), self._reductions
+        self._reductions = self.exchanger.reductions
+        if not is_complete or (self.forward.expects_gradients and self._reductions == before):
+            self.exchanger.check_reduced(self._reductions)
+        self.forward.expects_gradients = False
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.exchanger.reductions

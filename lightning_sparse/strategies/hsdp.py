@@ -117,7 +117,8 @@ class SparseHSDP(HSDPOptions, TrainerCalls, SparseStrategy, ModelParallelStrateg
             save(checkpoint, filepath, storage_options)
             return
         exchange = self._exchanger if has_optimizers and self._is_distributed else None
-        is_alone = exchange is not None and (self.may_be_alone or not (self.exchanger is None or exchange.drain()))
+        is_consistent = exchange is None or (self._is_consistent if self.exchanger is None else exchange.drain())
+        is_alone = not is_consistent or (exchange is not None and self.may_be_alone)
         if is_alone or (self._is_distributed and not self.all_ranks_present()):
             log.warning(f"{str(filepath)!r} is not saved: training failed, and a save needs all ranks.")
             return

@@ -48,22 +48,26 @@ class Rendezvous:
         self._fits += 1
         self._calls, self._alone = 0, False
 
-    def all_ranks_present(self, place: str = "after an error") -> bool:
+    def all_ranks_present(self, place: str = "after an error", has_left: bool = False) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks.
 
         Args:
             place: the place of the collective in a fit. Ranks in other places do not meet.
+            has_left: whether this rank has left an earlier collective of the same group. Then the next one would not
+                match on all ranks, and each rank counts as alone.
         """
         if dist.get_world_size() == 1:
             return True
         if not self._alone:
             self._calls += 1
-            self._alone = not self._meet(f"lightning_sparse/meeting/{self._runs}/{self._fits}/{place}/{self._calls}")
+            key = f"lightning_sparse/meeting/{self._runs}/{self._fits}/{place}/{self._calls}"
+            self._alone = not self._meet(key, "left" if has_left else "")
         return not self._alone
 
     @staticmethod
-    def _meet(key: str) -> bool:
+    def _meet(key: str, text: str) -> bool:
         with contextlib.suppress(RankFailure):
             store = BoundedStore(default_store(), ANSWER_SECONDS)
-            return meet(store, key, dist.get_rank(), dist.get_world_size(), "", MEET_SECONDS) is not None
+            texts = meet(store, key, dist.get_rank(), dist.get_world_size(), text, MEET_SECONDS)
+            return texts is not None and not any(texts)
         return False

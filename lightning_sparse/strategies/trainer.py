@@ -208,7 +208,9 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
     def all_ranks_present(self) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call."""
         # A process that has forked the ranks has no process group, and its module has no trainer.
-        return not dist.is_initialized() or not self.may_be_alone or self._rendezvous.all_ranks_present()
+        if not dist.is_initialized() or not self.may_be_alone:
+            return True
+        return self._rendezvous.all_ranks_present(has_left=self.exchanger is not None and self.exchanger.has_left)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.all_ranks_present():

@@ -370,6 +370,64 @@ def test_several_models_and_a_checkpoint_of_all(exchange, tmp_path):
     assert len([*(tmp_path / "gan.ckpt.residuals").iterdir()]) == 4
 
 
+def rolled_back(rank: int, folder: Path, how: str) -> list[Any]:
+    """One optimizer steps two models; a checkpoint is loaded later."""
+    fabric, parts = launched(sparse(exchange="gradient")), Parts()
+    models = [parts.generator, nn.Linear(16, 16)]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], 0.05)
+    if how == "apart":
+        first, second = map(fabric.setup_module, models)
+        ours = fabric.setup_optimizers(optimizer)
+    else:
+        first, ours = fabric.setup(models[0], optimizer)
+        second = fabric.setup(models[1], optimizer)[0] if how == "both" else fabric.setup_module(models[1])
+
+    def train(numbers: range) -> list[Tensor]:
+        for step in numbers:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+            ours.zero_grad()
+            fabric.backward((second(first(x)) - x.roll(1, 1)).square().mean())
+            ours.step()
+        states = [reducer.state_dict()["elements"]["residual"] for reducer in fabric.strategy.reducers]
+        return [*map(flat, models), *(torch.cat([x.flatten() for x in state.values()]) for state in states)]
+
+    state = {"first": first, "second": second, "optimizer": ours}
+    before = train(range(3))
+    fabric.save(folder / "a.ckpt", state)
+    later = train(range(3, 6))
+    fabric.load(folder / "a.ckpt", state)
+    pairs = [*zip(train(range(0)), before, strict=True), *zip(train(range(3, 6)), later, strict=True)]
+    return [torch.equal(ours, theirs) and bool(ours.any()) for ours, theirs in pairs]
+
+
+@pytest.mark.parametrize("how", tiers(["apart", "both", "first"], ["both"]))
+def test_a_checkpoint_has_the_residuals_of_all_models_of_an_optimizer(how, tmp_path):
+    assert lightning_ranks(2, rolled_back, tmp_path, how) == [[True] * 8] * 2
+
+
+def in_folds(rank: int, folder: Path, exchange: str) -> list[str]:
+    kind, options = OF[exchange]
+    fabric, kept, errors = launched(sparse(exchange=exchange)), [], []
+    for fold in range(3):
+        module = Parts().generator
+        model, optimizer = fabric.setup(module, kind(module.parameters(), **options))
+        kept += [model] if rank == 0 else []
+        del module
+        for step in range(2):
+            fabric.backward(model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {"model": model, "optimizer": optimizer}
+        fabric.save(folder / f"{fold}.ckpt", state)
+        errors.append(caught(lambda state=state, fold=fold: fabric.load(folder / f"{fold}.ckpt", state))[1])
+    return errors
+
+
+@pytest.mark.parametrize("exchange", tiers(["update", "gradient"], ["update"]))
+def test_models_of_earlier_folds_may_be_alive_on_one_rank_only(exchange, tmp_path):
+    assert lightning_ranks(2, in_folds, tmp_path, exchange) == [["", "", ""]] * 2
+
+
 @full
 def test_a_model_is_set_up_again():
     """The new call replaces the earlier one, as with attach_updates."""
@@ -857,13 +915,14 @@ def test_clip_norm_with_a_scaler_points_to_clip_gradients():
         assert "call fabric.clip_gradients instead" in text
 
 
-def test_a_model_of_which_a_part_gets_no_gradient():
+@pytest.mark.parametrize("bucket_cap_mb", tiers([0.0005, 25], [25]))
+def test_a_model_of_which_a_part_gets_no_gradient(bucket_cap_mb):
     class Part(Two):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(x[:, :1].expand(-1, 24))
 
     def run(rank: int) -> Any:
-        fabric, module = launched(sparse(exchange="gradient", bucket_cap_mb=0.0005)), Part()
+        fabric, module = launched(sparse(exchange="gradient", bucket_cap_mb=bucket_cap_mb)), Part()
         model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
 
         def train() -> None:
@@ -871,9 +930,10 @@ def test_a_model_of_which_a_part_gets_no_gradient():
                 fabric.backward(loss_of(model, rank, step))
                 optimizer.step()
 
-        return caught(train)
+        return *caught(train), torch.equal(module.weights, Part().weights)
 
-    for kind, text, seconds in lightning_ranks(2, run):
+    for kind, text, seconds, is_unchanged in lightning_ranks(2, run):
+        assert is_unchanged
         assert kind == "RuntimeError"
         assert "find_unused_parameters" in text
         assert seconds < SOON

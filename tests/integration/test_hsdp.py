@@ -184,6 +184,33 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_next_one_works
         assert len(last) == 4, "of the last save only"
 
 
+class NotFinite(Module):
+    """A gradient is NaN at step 2."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.net[2].weight.grad.to_local().fill_(math.nan)
+
+
+def saves_after_a_failure(rank: int, folder: str) -> tuple[str, list[str], list[bool]]:
+    module, messages = NotFinite(), Messages()
+    run = trainer(hsdp("topk", density=0.2), 4, max_steps=4, limit_val_batches=0)
+    with pytest.raises(NonFiniteGradient) as error:
+        run.fit(module, loader(), loader())
+    run.limit_val_batches = 1
+    run.validate(module, loader(), verbose=False)  # another run of the same strategy
+    run.save_checkpoint(f"{folder}/a.ckpt")
+    return str(error.value), messages.texts, [Path(f"{folder}/a.ckpt").exists()]
+
+
+@later
+def test_residuals_of_an_interrupted_step_are_not_saved_after_a_validation(tmp_path):
+    for error, texts, exists in lightning_ranks(4, saves_after_a_failure, str(tmp_path)):
+        assert "is not finite" in error
+        assert exists == [False]
+        assert any("a.ckpt' is not saved: training failed" in text for text in texts)
+
+
 class SaveOnError(pl.Callback):
     """Saves a checkpoint when training fails, as ModelCheckpoint does with save_on_exception=True."""
 

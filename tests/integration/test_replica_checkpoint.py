@@ -25,6 +25,7 @@ from lightning_sparse import Reducer, attach_updates, load_replica, save_replica
 from lightning_sparse.checkpoint import folder
 from lightning_sparse.shards import like
 from tests.integration.failing import caught
+from tests.integration.trainers import Messages
 from tests.processes import run_ranks
 from tests.support.shards import attempt, mesh_of, net, own, shard, steps
 from tests.support.tiers import full, in_full, later
@@ -122,6 +123,24 @@ def of_whole_models(rank: int, path: Path, save: bool) -> list[Tensor]:
         load_replica(str(path), model, optimizer)
     moments = own(state["exp_avg"] for state in optimizer.state.values())
     return [own(reducer.state_dict()["elements"]["residual"].values()), moments]
+
+
+def two_models(rank: int, path: Path) -> list[str]:
+    messages, pairs = Messages(), []
+    for _ in range(2):
+        model = net()
+        pairs.append((model, torch.optim.AdamW(model.parameters(), 0.01)))
+        attach_updates(*pairs[-1], **OPTIONS)
+    for number, name in [(0, "a"), (0, "a"), (1, "b"), (1, "a")]:
+        save_replica(str(path / name), *pairs[number])
+    return messages.texts
+
+
+def test_a_save_of_another_model_under_the_same_path_is_warned_of(tmp_path):
+    first, second = run_ranks(2, two_models, tmp_path)
+    assert len(first) == 1
+    assert "has replaced the residuals and optimizer states of another model" in first[0]
+    assert second == []
 
 
 @later

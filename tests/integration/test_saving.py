@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,47 @@ def test_a_checkpoint_on_an_exception_in_one_rank(tmp_path):
     assert "gets no residuals: training failed in the middle of a step" in records[-1]
     assert later == []
     assert sidecar_names(tmp_path / "on_exception.ckpt") is None
+
+
+WAITING = {
+    "unused": {"exchange": "gradient", "find_unused_parameters": True},
+    "next_step": {"exchange": "update", "overlap": "next_step"},
+    "local_steps": {"exchange": "update", "local_steps": 2},
+}
+"""Exchanges in which the other rank waits for the failing one in a collective of the default group. It is that of DDP
+about unused parameters, or that of the weights before a validation."""
+
+
+@pytest.mark.parametrize("how", tiers([*WAITING], ["unused", "next_step"]))
+def test_a_checkpoint_on_an_exception_does_not_join_a_collective_that_waits(how, tmp_path):
+    class Validated(Failing):
+        def validation_step(self, batch, index):
+            pass
+
+    def fails(trainer):
+        if trainer.global_rank == 1:
+            raise ArithmeticError("of the user")
+
+    def rank(rank):
+        started = time.monotonic()
+        error = error_of(
+            trainer(
+                SparseDDPStrategy("topk", density=0.05, timeout=timedelta(seconds=15), **WAITING[how]),
+                2,
+                callbacks=[*([] if how == "unused" else [At(4, fails)]), pl.callbacks.OnExceptionCheckpoint(tmp_path)],
+                val_check_interval=4,
+                num_sanity_val_steps=0,
+            ).fit,
+            Validated(3 if how == "unused" else -1, 1),
+            *(Loader(rank, 2, 8) for _ in range(2)),
+        )
+        return error, time.monotonic() - started
+
+    (error, seconds), (own, same_seconds) = lightning_ranks(2, rank)
+    assert own == "of the user"
+    assert "ArithmeticError: of the user" in error
+    assert max(seconds, same_seconds) < 12
+    assert (tmp_path / "on_exception.ckpt").exists()
 
 
 @full
