@@ -46,7 +46,7 @@ class Link:
     Attributes:
         bandwidth: bytes per second in each direction.
         latency: seconds per message, in addition to the time for its bytes.
-        direct: largest number of bytes that a rank sends to all other ranks at once. Longer messages travel in a ring.
+        direct: largest number of bytes of an all-gather that a rank sends to all others at once, not in a ring.
     """
 
     bandwidth: float

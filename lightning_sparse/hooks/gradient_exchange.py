@@ -78,8 +78,9 @@ class GradientExchanger(Exchanger):
         optimizers: Sequence[Optimizer],
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
-        # The name, the strides, and whether the first gradient had the same order of elements in DDP's bucket.
-        self._known = {id(x): (name, _strides(x), x.is_contiguous()) for name, x in params.items()}
+        # The name, the strides, and whether the order of elements in DDP's bucket is known. It is the order of memory,
+        # but for parameters with gaps.
+        self._known = {id(x): (name, _strides(x), x.is_contiguous() or not is_dense(x)) for name, x in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
@@ -202,7 +203,7 @@ class GradientExchanger(Exchanger):
             return False
         self._known[id(param)] = name, strides, True
         order = sorted(range(param.dim()), key=param.stride, reverse=True)
-        return not view.equal(param.grad.permute(order).reshape(-1).to(view.dtype))
+        return not ((view == param.grad.permute(order).reshape(-1)) | view.isnan()).all()
 
     def _submit(self, bucket: Bucket) -> None:
         work = self._worker.submit(partial(self._reduce, bucket), bucket.ready)
@@ -351,6 +352,16 @@ def has_collectives(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
     )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a part of memory, each once."""
+    numel = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride != numel:
+            return False
+        numel *= size
+    return True
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn import Parameter
 
 from lightning_sparse.hooks.misuse import tensors_in
 
@@ -42,20 +43,23 @@ def wrap(name: str, around: Around) -> None:
 
 
 def trains(outputs: Any, params: Mapping[str, Tensor]) -> bool:
-    """Return whether the graph of a loss, or of several, may contain a parameter.
+    """Return whether a loss, or one of several, may depend on a parameter: unless its graph has only others.
 
-    Reentrant checkpointing hides the graph of a part of the model.
+    The graph may be hidden: by reentrant checkpointing, or if a caller computes gradients of a detached output first.
     """
     ids, seen, nodes = {*map(id, params.values())}, set[Any](), [x.grad_fn for x in tensors_in(outputs)]
+    leaves: list[Any] = []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in ids or node.name() == "CheckpointFunctionBackward":
+        if node.name() == "CheckpointFunctionBackward":
             return True
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
         nodes += [each for each, _ in node.next_functions]
-    return False
+    return not leaves or any(id(each) in ids or not isinstance(each, Parameter) for each in leaves)
 
 
 def unwrap(name: str, around: Around) -> None:

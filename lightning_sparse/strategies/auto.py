@@ -513,6 +513,7 @@ class AutoDDP(AutoStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         params = self._auto.parameters
+        params.begin_batch()
         unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
         unfrozen += (new := params.added(self.lightning_module, self.optimizers))
         if unfrozen and not isinstance(self._training, UpdateTraining):

@@ -127,11 +127,16 @@ class Parameters:
         Args:
             ignored: names of the parameters that DistributedDataParallel leaves out.
         """
-        trained = [param for name, param in self.by_name.items() if name not in {*self.frozen, *ignored}]
+        left_out = {*self.frozen, *ignored}
+        trained = [param for name, param in self.by_name.items() if name not in left_out]
         self._were_frozen.update(param for param in trained if not param.requires_grad)
         self.lack_gradients |= any(
             param.requires_grad and (param.grad is None or param in self._were_frozen) for param in trained
         )
+
+    def begin_batch(self) -> None:
+        """Forget parameters that were unfrozen between two steps: a switch wraps the model with them."""
+        self._were_frozen = {param for param in self._were_frozen if not param.requires_grad}
 
     def added(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
         """Return the names of parameters that the model and an optimizer have got since the last call."""

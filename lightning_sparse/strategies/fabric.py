@@ -31,6 +31,7 @@ from lightning_sparse.strategies.ddp_options import DDPOptions
 from lightning_sparse.strategies.fabric_calls import FabricCalls
 from lightning_sparse.strategies.fit_checks import check_not_wrapped
 from lightning_sparse.strategies.gradient_training import GradientTraining
+from lightning_sparse.strategies.training import Training
 from lightning_sparse.strategies.update_training import UpdateTraining
 
 if TYPE_CHECKING:
@@ -180,10 +181,14 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
     def _parts(self, state: Mapping[str, Any]) -> list[Part]:
         """Return the exchanges of the optimizers in a checkpoint's state. Residuals go with the optimizers."""
         parts = []
-        ids = [{id(x) for x in model.parameters() if x.requires_grad} for model in self._trainings]
-        for number, training in enumerate(self._trainings.values()):
-            if any(ids[number] <= later for later in ids[number + 1 :]):
-                continue  # the model was set up again
+        latest: dict[frozenset[int], Training] = {}  # by the ids of parameters: a model may be set up again
+        for training in self._trainings.values():
+            if isinstance(training, GradientTraining):
+                params: Mapping[str, torch.Tensor] = training.exchanger.params
+            elif isinstance(training, UpdateTraining):
+                params = training.exchanger.updates.parameters
+            latest[frozenset(map(id, params.values()))] = training
+        for training in latest.values():
             optimizers = {
                 name: value for name, value in state.items() if any(value is each for each in training.optimizers)
             }

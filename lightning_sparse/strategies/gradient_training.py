@@ -188,9 +188,12 @@ class GradientTraining(Training):
         """Raise RuntimeError, on all ranks, if backward passes since the last step left gradients without exchange."""
         is_complete, before = self.exchanger.drain(), self._reductions
         self._reductions = self.exchanger.reductions
-        if not is_complete or (self.forward.expects_gradients and self._reductions == before):
+        expects, self.forward.expects_gradients = self.forward.expects_gradients, False
+        if is_complete and expects and self._reductions == before:  # no backward may have followed, as in a log
+            gradients = [param.grad for param in self.exchanger.params.values() if param.grad is not None]
+            is_complete = not any(map(torch.any, gradients))
+        if not is_complete:
             self.exchanger.check_reduced(self._reductions)
-        self.forward.expects_gradients = False
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.exchanger.reductions

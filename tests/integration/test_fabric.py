@@ -915,6 +915,41 @@ def test_clip_norm_with_a_scaler_points_to_clip_gradients():
         assert "call fabric.clip_gradients instead" in text
 
 
+def looks_first(rank: int, folder: Path) -> list[bool]:
+    """Forward passes without backward passes, and a model that is frozen at a save."""
+    fabric, parts = launched(sparse(exchange="gradient")), Parts()
+    models = [parts.generator, nn.Linear(16, 16)]
+    both = torch.optim.SGD([param for model in models for param in model.parameters()], 0.05)
+    first, second = map(fabric.setup_module, models)
+    optimizer = fabric.setup_optimizers(both)
+    x = torch.ones(8, 16)
+    first(x).sum().item()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = first(x).square().mean()
+        fabric.backward(loss)
+        return loss
+
+    for _ in range(2):
+        second(x).sum().item()
+        optimizer.step(closure)
+    state = {"first": first, "second": second, "optimizer": optimizer}
+    models[0].requires_grad_(False)
+    fabric.save(folder / "a.ckpt", state)
+    models[0].requires_grad_(True)
+    residual = fabric.strategy.reducers[0].state_dict()["elements"]["residual"]
+    optimizer.step(closure)
+    fabric.load(folder / "a.ckpt", state)
+    loaded = fabric.strategy.reducers[0].state_dict()["elements"]["residual"]
+    return [torch.equal(loaded[name], residual[name]) for name in residual]
+
+
+@later
+def test_a_forward_pass_needs_no_backward_pass(tmp_path):
+    assert lightning_ranks(2, looks_first, tmp_path) == [[True, True]] * 2
+
+
 @pytest.mark.parametrize("bucket_cap_mb", tiers([0.0005, 25], [25]))
 def test_a_model_of_which_a_part_gets_no_gradient(bucket_cap_mb):
     class Part(Two):

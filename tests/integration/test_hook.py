@@ -127,6 +127,26 @@ def test_a_memory_format_that_changes_after_wrapping_is_an_error(before_step):
         assert "'weight' has changed its memory format since DistributedDataParallel wrapped the model" in text
 
 
+def unusual_in_memory(rank: int) -> list[str]:
+    """A NaN is not taken for another order, nor are gaps in memory."""
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(net)
+    attach(ddp, "topk", density=0.1)
+    with pytest.raises(NonFiniteGradient) as error:
+        ddp(torch.full((2, 3, 8, 8), math.nan)).sum().backward()
+    gaps = nn.Linear(4, 8, bias=False)
+    gaps.weight = nn.Parameter(torch.randn(4, 16)[:, ::2].t())
+    ddp = DistributedDataParallel(gaps)
+    attach(ddp, "topk", density=0.1)
+    ddp(torch.randn(2, 4)).square().sum().backward()
+    return [str(error.value)]
+
+
+def test_a_nan_and_gaps_in_memory_are_no_other_memory_format():
+    for (text,) in run_ranks(2, unusual_in_memory):
+        assert "is not finite on rank 0 at step 0" in text
+
+
 def make(name: str, density: float) -> Any:
     return method(name, density=density if "density" in METHODS[name].options else None, **small(name))
 
