@@ -25,7 +25,6 @@ BINS = 60
 REACH = 4.0
 """Half-width of a written histogram, in standard deviations."""
 
-
 ROUNDING = 64 * 2**-53
 """Relative error of the moments' differences: each is a sum of at most 14 moments, with errors of a few 2⁻⁵³ each."""
 

@@ -42,8 +42,8 @@ class Peers:
     Attributes:
         rank, ranks, part: as given.
         terminating: the key of the rank that was the first to be asked to end; see `Termination`.
-        has_left: whether this rank has left a collective that others may still join, in a group that outlives the
-            exchange. Then no further collective of that group would match.
+        left_collective: whether this rank has left a collective that others may still join, in a group that outlives
+            the exchange. Then no further collective of that group would match.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Peers:
             f"lightning_sparse/{group}/{key}"
             for key in (f"{ranks[0]}/failed", f"{self.part[0]}/done", f"{self.part[0]}/pause")
         )
-        self._pauses, self.has_left = 0, False
+        self._pauses, self.left_collective = 0, False
         self._reason = ""  # that a failed rank has recorded
         self.terminating = f"lightning_sparse/{group}/terminating"
 

@@ -146,7 +146,7 @@ class ProcessGroupComm(Comm):
                 # this process after the group's timeout, as with stock DDP.
                 work.wait()
         except RankFailure:
-            self.peers.has_left |= self.group is self.first
+            self.peers.left_collective |= self.group is self.first
             raise
         except RuntimeError as error:
             self.raise_if_peer_failed()  # a recorded reason is more precise

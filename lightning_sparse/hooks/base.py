@@ -39,9 +39,9 @@ class Exchanger(abc.ABC):
         """Whether the reducer's state belongs to a complete step."""
 
     @property
-    def has_left(self) -> bool:
+    def left_collective(self) -> bool:
         """Whether this rank has left a collective that others may still join, in a group that outlives the exchange."""
-        return self.comm.peers.has_left
+        return self.comm.peers.left_collective
 
     def drain(self) -> bool:
         """Wait until the exchange has no work left; return `is_consistent`."""

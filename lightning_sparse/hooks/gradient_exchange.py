@@ -78,9 +78,9 @@ class GradientExchanger(Exchanger):
         optimizers: Sequence[Optimizer],
     ) -> None:
         self.session, self.params = session, params  # a reference keeps the ids valid
-        # The name, the strides, and whether the order of elements in DDP's bucket is known. It is the order of memory,
-        # but for parameters with gaps.
-        self._known = {id(x): (name, _strides(x), x.is_contiguous() or not is_dense(x)) for name, x in params.items()}
+        # The name, the strides, and whether the order of elements in DDP's bucket has been checked, or needs no check.
+        unusual = session.reducer.segment_states.strides
+        self._known = {id(param): (name, _strides(param), name not in unusual) for name, param in params.items()}
         self._frozen = {
             name: param
             for name, param in ddp.module.named_parameters()
@@ -202,8 +202,8 @@ class GradientExchanger(Exchanger):
         if is_checked or param.grad is None:
             return False
         self._known[id(param)] = name, strides, True
-        order = sorted(range(param.dim()), key=param.stride, reverse=True)
-        return not ((view == param.grad.permute(order).reshape(-1)) | view.isnan()).all()
+        expected = view.as_strided(param.shape, param.stride())
+        return not ((expected == param.grad) | expected.isnan()).all()
 
     def _submit(self, bucket: Bucket) -> None:
         work = self._worker.submit(partial(self._reduce, bucket), bucket.ready)
@@ -276,9 +276,9 @@ class GradientExchanger(Exchanger):
         )
 
     @property
-    def has_left(self) -> bool:
+    def left_collective(self) -> bool:
         # DDP agrees on unused parameters by a collective, which a rank without a backward pass does not join.
-        return super().has_left or (self._finds_unused and isinstance(self.session.error, RankFailure))
+        return super().left_collective or (self._finds_unused and isinstance(self.session.error, RankFailure))
 
     @property
     def is_consistent(self) -> bool:
@@ -352,16 +352,6 @@ def has_collectives(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()) or (
         os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
     )
-
-
-def is_dense(x: Tensor) -> bool:
-    """Return whether the elements of a tensor fill a part of memory, each once."""
-    numel = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if stride != numel:
-            return False
-        numel *= size
-    return True
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -251,7 +251,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 def keeps_copy(optimizer: Optimizer) -> bool:
     """Return whether an optimizer that has stepped keeps a copy of the weights. Torch's optimizers are not checked.
 
-    After a step, slow weights as those of Lookahead may count as a copy, too.
+    The slow weights of a Lookahead may count as a copy after some steps, too.
     """
     if _is_torchs(optimizer):
         return False

@@ -42,7 +42,7 @@ def wrap(name: str, around: Around) -> None:
     setattr(GradScaler, name, method)
 
 
-def trains(outputs: Any, params: Mapping[str, Tensor]) -> bool:
+def may_depend(outputs: Any, params: Mapping[str, Tensor]) -> bool:
     """Return whether a loss, or one of several, may depend on a parameter: unless its graph has only others.
 
     The graph may be hidden: by reentrant checkpointing, or if a caller computes gradients of a detached output first.

@@ -513,17 +513,20 @@ class AutoDDP(AutoStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         params = self._auto.parameters
-        params.begin_batch()
-        unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
-        unfrozen += (new := params.added(self.lightning_module, self.optimizers))
-        if unfrozen and not isinstance(self._training, UpdateTraining):
+        unfrozen, new = list[str](), list[str]()
+        if isinstance(self._training, UpdateTraining):
+            params.begin_batch()
+        else:
+            unfrozen = [name for name in params.frozen if params.by_name[name].requires_grad]
+            new = params.added(self.lightning_module, self.optimizers)
+        if unfrozen or new:
             # DDP averages only the gradients of parameters that were trained when it wrapped the model.
             try:
                 self._switch(self.lightning_module.trainer)  # to the same exchange
             except RankFailure as error:
-                change = "added" if unfrozen[0] in new else "unfrozen"
+                change = "unfrozen" if unfrozen else "added"
                 raise RankFailure(
-                    f"{unfrozen[0]!r} was {change} on rank {self.global_rank}, and then: {error} "
+                    f"{[*unfrozen, *new][0]!r} was {change} on rank {self.global_rank}, and then: {error} "
                     f"Add and unfreeze the same parameters before the same step on all ranks."
                 ) from error
             self._auto.note_unfrozen(self, params.numel)

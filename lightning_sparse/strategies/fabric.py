@@ -88,10 +88,10 @@ class FabricSparseDDP(DDPOptions, FabricCalls, SparseStrategy, DDPStrategy):  # 
                 ddp = module = self._set_up(module)
             training = GradientTraining(self, ddp, optimizers, method)
             others = [each for each in self._trainings.values() if isinstance(each, GradientTraining)]
-            known = {id(each): each for other in others for each in other.optimizers}
-            for each in known.values():  # of another model, and perhaps of this one, too
-                if training.is_stepped_by(each) and not any(each is given for given in optimizers):
-                    training.add(each)
+            for optimizer in (each for other in others for each in other.optimizers):  # perhaps of this model, too
+                is_new = not any(optimizer is each for each in training.optimizers)
+                if is_new and training.is_stepped_by(optimizer):
+                    training.add(optimizer)
             training.begin()
             weakref.finalize(ddp, training.close)
             ddp.register_forward_hook(training.forward, always_call=True)

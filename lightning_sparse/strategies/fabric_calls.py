@@ -213,8 +213,8 @@ class FabricCalls(Mixin):  # type: ignore[misc]
         if training is None:
             self._check_waiting(optimizer)
             return super().optimizer_step(optimizer, **kwargs)
-        for each in self._trainings.values():
-            if isinstance(each, GradientTraining) and any(optimizer is own for own in each.optimizers):
+        for each in self._trainings_in([optimizer]):
+            if isinstance(each, GradientTraining):
                 each.check_complete()
         take, given = partial(super().optimizer_step, optimizer), kwargs.pop("closure", None)
 
@@ -227,8 +227,7 @@ class FabricCalls(Mixin):  # type: ignore[misc]
         return training.step(optimizer, given or (lambda: None), step)
 
     def _training_of(self, optimizer: Any) -> Training | None:
-        trainings = (x for x in self._trainings.values() if any(optimizer is each for each in x.optimizers))
-        return next(trainings, None)
+        return next(iter(self._trainings_in([optimizer])), None)
 
     def _trainings_in(self, objects: Sequence[Any]) -> list[Training]:
         """Return the trainings of which a model or an optimizer is among objects.

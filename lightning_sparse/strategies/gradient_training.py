@@ -18,7 +18,7 @@ from lightning_sparse._compat import ddp_options, has_step_hooks
 from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.optimizer_kinds import warn_of_sparse_gradients
-from lightning_sparse.hooks.scalers import trains, unwrap, wrap
+from lightning_sparse.hooks.scalers import may_depend, unwrap, wrap
 from lightning_sparse.methods import Method
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.fit_checks import (
@@ -147,7 +147,7 @@ class GradientTraining(Training):
 
     def _on_scaled_loss(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Let the reducer use the loss scale of a GradScaler that is not Lightning's, if it scales the model's loss."""
-        if scaler in (self._strategy.scaler, self._own_scaler) or not trains(outputs, self.exchanger.params):
+        if scaler in (self._strategy.scaler, self._own_scaler) or not may_depend(outputs, self.exchanger.params):
             return
         module = self._model_name
         if len(getattr(self._strategy, "_trainings", ())) > 1:

@@ -48,20 +48,20 @@ class Rendezvous:
         self._fits += 1
         self._calls, self._alone = 0, False
 
-    def all_ranks_present(self, place: str = "after an error", has_left: bool = False) -> bool:
+    def all_ranks_present(self, place: str = "after an error", left_collective: bool = False) -> bool:
         """Return whether all ranks will join the collective that this rank is about to call; equal on all ranks.
 
         Args:
             place: the place of the collective in a fit. Ranks in other places do not meet.
-            has_left: whether this rank has left an earlier collective of the same group. Then the next one would not
-                match on all ranks, and each rank counts as alone.
+            left_collective: whether this rank has left an earlier collective of the same group. Then the next one would
+                not match on all ranks, and each rank counts as alone.
         """
         if dist.get_world_size() == 1:
             return True
         if not self._alone:
             self._calls += 1
             key = f"lightning_sparse/meeting/{self._runs}/{self._fits}/{place}/{self._calls}"
-            self._alone = not self._meet(key, "left" if has_left else "")
+            self._alone = not self._meet(key, "left" if left_collective else "")
         return not self._alone
 
     @staticmethod

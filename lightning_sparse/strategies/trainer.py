@@ -210,7 +210,8 @@ class TrainerCalls(Mixin):  # type: ignore[misc]
         # A process that has forked the ranks has no process group, and its module has no trainer.
         if not dist.is_initialized() or not self.may_be_alone:
             return True
-        return self._rendezvous.all_ranks_present(has_left=self.exchanger is not None and self.exchanger.has_left)
+        left_collective = self.exchanger is not None and self.exchanger.left_collective
+        return self._rendezvous.all_ranks_present(left_collective=left_collective)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.all_ranks_present():
