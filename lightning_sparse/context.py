@@ -109,7 +109,7 @@ class Context:
         """
         # Parts of a segment have equal indices but different starts, so each draws different numbers.
         key = (self.seed, self.step, self.segment.index, self.segment.start, "shared" if shared else self.rank)
-        # Two checksums of different texts give 64 bits. A single crc32 has only 2³² values.
+        # The upper half only spreads the lower one over 64 bits: crc32 is linear, so both determine each other.
         low, high = zlib.crc32(repr(key).encode()), zlib.crc32(repr(("high", *key)).encode())
         return high << 32 | low
 

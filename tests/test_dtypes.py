@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparse import METHODS, Method, Reducer, method, simulate
-from lightning_sparse.aggregators import TwoLevel
+from lightning_sparse.aggregators import Mean, TwoLevel
 from lightning_sparse.compressors import GaussianK, TopK
+from lightning_sparse.contrib.memsgd import QuadraticAverage
 from lightning_sparse.contrib.published_gaussiank import PublishedGaussianK
+from lightning_sparse.contrib.robust.attacked import Attacked
 from lightning_sparse.update_rule import UpdateRule
 from lightning_sparse.updates.exchange import DeltaExchange
 from tests.support.tiers import in_diagonals, one_in
@@ -51,6 +54,42 @@ def test_results_do_not_depend_on_the_default_dtype(name, dtype):
             torch.set_default_dtype(before)
         for (out, _), (same, _) in zip(found, expected, strict=True):
             assert torch.equal(out, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("attack", ["negate", "flip", "scale"])
+def test_attacks_do_not_depend_on_the_default_dtype(attack, dtype):
+    def rank(comm):
+        reducer = Reducer(Method(TopK(0.05), aggregator=Attacked(Mean(), attack, share=0.4)), comm)
+        grads = {"w": torch.randn(900, generator=torch.Generator().manual_seed(comm.rank), dtype=torch.float32)}
+        for _ in range(2):
+            reducer.reduce_(grads)
+        return torch.cat([grads["w"], *reducer.states[0].values()])
+
+    expected, before = simulate(3, rank), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        found = simulate(3, rank)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_the_quadratic_average_does_not_depend_on_the_default_dtype(dtype):
+    def average():
+        averaged = AveragedModel(torch.nn.Linear(1, 1, bias=False, dtype=torch.float32), avg_fn=QuadraticAverage(300.0))
+        for step in range(60):
+            weight = torch.full((1, 1), 2.0 + step / 7, dtype=torch.float32)
+            averaged.update_parameters(torch.nn.ParameterList([weight]))
+        return averaged.module.weight.item()
+
+    expected, before = average(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        assert average() == expected
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])

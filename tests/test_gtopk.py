@@ -7,6 +7,8 @@ from lightning_sparse import Method, Reducer, method, simulate
 from lightning_sparse.aggregators import GlobalTopK
 from lightning_sparse.comm import Comm
 from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors.chunktopk import ChunkTopK
+from lightning_sparse.context import Context
 from lightning_sparse.contrib.randk import RandK
 
 
@@ -67,6 +69,14 @@ def test_bytes_grow_with_the_logarithm(size, rounds):
     per_round = 400 + 104 + 24 + 16 + 8 + 8
     assert max(sent for sent, _ in ranks) == rounds * per_round
     assert {claimed for _, claimed in ranks} == {rounds * (400 + 100 + 18)}
+
+
+def test_its_bytes_are_those_of_the_format_that_it_sends():
+    """ChunkTopK has a format of its own, which merged entries do not fit."""
+    compressor, numel = ChunkTopK(0.01), 100_000
+    segment, encoding = Context.of(numel).segment, compressor.encoding
+    expected = 2 * encoding.nbytes(numel, compressor.capacity(numel))
+    assert GlobalTopK().nbytes(compressor, segment, None, 4) == expected != 2 * compressor.nbytes(segment, None)
 
 
 def test_it_needs_payloads_of_entries():

@@ -33,6 +33,14 @@ def test_two_steps_by_hand():
 
 
 @pytest.mark.parametrize("choice", ["top", "random"])
+def test_sent_indices_ascend(choice):
+    sent = MemSGD(torch.zeros(9), k=5, choice=choice).step_(torch.tensor([5.0, 6, 4, 7, 3, 8, 2, 9, 1]), 1.0)
+    assert sent.indices.tolist() == sorted({*sent.indices.tolist()})
+    assert len(sent.indices) == 5
+    assert choice == "random" or sent.indices.tolist() == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("choice", ["top", "random"])
 @pytest.mark.parametrize("numel", [1, 7, 100])
 @pytest.mark.parametrize("kind", ["normal", "heavy", "zeros", "equal", "entries"])
 def test_nothing_is_lost(choice, numel, kind):
@@ -223,6 +231,47 @@ def test_an_average_at_the_end_begins_anew_with_each_fit():
     model.weight.data.fill_(3.0)
     callback.on_train_end(trainer, model)
     assert model.weight.item() == 3
+
+
+class Normalized(Regression):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    def on_train_batch_end(self, *_):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.parametrize("options", [{}, {"use_buffers": False, "device": "cpu"}], ids=["default", "options"])
+@pytest.mark.parametrize("by", ["step", "epoch"])
+def test_averages_are_those_of_lightnings_class_that_asks_when(by, options, tmp_path):
+    if WeightAveraging is AverageAtEnd:
+        pytest.skip("Lightning has no such class")
+
+    def fit(base):
+        class Chosen(base):
+            def should_update(self, step_idx=None, epoch_idx=None):
+                return epoch_idx in (0, 2) if by == "epoch" else step_idx is not None and step_idx % 3 == 1
+
+        model = Normalized()
+        data = DataLoader(TensorDataset(torch.randn(24, 3), torch.randn(24, 1)), batch_size=4)
+        pl.Trainer(
+            max_epochs=4,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=Chosen(**options),
+        ).fit(model, data)
+        return model.state_dict()
+
+    expected, found = fit(WeightAveraging), fit(AverageAtEnd)
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=0, msg=name)
 
 
 class Quadratic:

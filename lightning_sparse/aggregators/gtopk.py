@@ -78,7 +78,8 @@ class GlobalTopK(Aggregator[Sparsifier]):
         return result, Entries(*drop_empty((result.indices, applied), numel))
 
     def nbytes(self, compressor: Sparsifier, segment: Segment, density: float | None, size: int) -> float:
-        return compressor.nbytes(segment, density) * self.messages(size)
+        numel = segment.numel
+        return compressor.encoding.nbytes(numel, compressor.capacity(numel, density)) * self.messages(size)
 
     def messages(self, size: int) -> int:
         half = 1 << size.bit_length() - 1

@@ -101,7 +101,8 @@ class QuadraticAverage:
         """Return the average of `averaged` models, updated with `x`; `x` itself if it has whole numbers."""
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        a, t = self.shift, averaged * 1.0  # floats, because t³ overflows integers
+        # Floats, because t³ overflows integers; not of torch's default dtype, in which t³ may overflow, too.
+        a, t = self.shift, averaged.double() if isinstance(averaged, Tensor) else float(averaged)
         total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
         return torch.lerp(average, x, torch.as_tensor((a + t) ** 2 / total, dtype=x.dtype, device=x.device))
 
@@ -188,7 +189,7 @@ class MemSGD:
         if self.choice == "top":
             if self.l2:
                 m.add_(x, alpha=self.l2 * lr)
-            indices = m.abs().topk(self.k).indices
+            indices = m.abs().topk(self.k).indices.sort().values
         else:
             indices = draw(m.numel(), self.k, self.generator)
             self.apply_lazy_l2_(indices)

@@ -95,8 +95,9 @@ class Attacked(Aggregator[Any]):
     def factor(self, u: Tensor, ctx: Context) -> Tensor:
         """Return an attacker's fp32 factors on `u` in this step: one per element of `u`, or one in total."""
         if self.attack == "negate":
-            return torch.full((1,), -1.0, device=u.device)
-        numbers = torch.zeros(u.numel() if self.attack == "flip" else 1, device=u.device)
+            return torch.full((1,), -1.0, dtype=torch.float32, device=u.device)
+        count = u.numel() if self.attack == "flip" else 1
+        numbers = torch.zeros(count, dtype=torch.float32, device=u.device)
         # In (-1/2, 1/2), none of them 0.
         add_uniform_(numbers, ctx.key(shared=False) ^ OTHER_NUMBERS)
         return numbers.sign_() if self.attack == "flip" else torch.pow(10, 4 * numbers)
