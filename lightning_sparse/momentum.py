@@ -358,4 +358,4 @@ LIKE = {"adam": ADAM_LIKE, "lamb": ADAM_LIKE, "adopt": Moments("exp_avg", _beta,
 gradient before it enters the first moment. Rescaling was not tried with it."""
 UNLIKE = ("nadam", "qhadam", "exadam", "dadapt", "muon")
 """Parts of names of other packages' optimizers that step by more than the first moment, or have moments in different
-units. By the change of the weights, their payout would also send the last gradient many times."""
+units. A payout computed from the change of the weights would also send the last gradient many times."""

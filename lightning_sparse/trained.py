@@ -17,10 +17,10 @@ WITH_UPDATES = {"RMSprop", "Adagrad", "Adadelta", "Adafactor", "Prodigy"}
 (`optimizers.csv`), besides AdamW. Lamb and ADOPT were run at density 0.01. Others of Adam's kind, such as NAdam, were
 not run for it."""
 ABOVE_DENSE = {"Muon", "Ranger", "SOAP", "AdEMAMix", "Lookahead", "DAdaptSGD"}
-"""Optimizers with which it was higher by more than that, besides SGD and Lion."""
+"""Optimizers with which the loss with exchanged updates was more than 2 % higher, besides SGD and Lion."""
 DELAYED = 4
-"""The same for TopK updates with AdamW and overlap="next_step" (`language.csv`)."""
+"""Largest number of workers for TopK updates with AdamW and overlap="next_step" (`language.csv`)."""
 BFLOAT16 = 8
-"""The same for dense all-reduce of bfloat16 gradients with AdamW (`language.csv`)."""
+"""Largest number of workers for dense all-reduce of bfloat16 gradients with AdamW (`language.csv`)."""
 SHARDED = 2
-"""The same for TopK updates with AdamW between replicas that FSDP2 shards (`sharded.csv`)."""
+"""Largest number of replicas for TopK updates with AdamW, if FSDP2 shards them (`sharded.csv`)."""

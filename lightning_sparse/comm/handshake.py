@@ -296,14 +296,7 @@ class Handshake:
 
     def _wait(self, key: str) -> bool:
         """Wait for a key, at most for POLL, and return whether it is set."""
-        # `store.wait` is not used because torch prints a warning when it times out.
-        deadline, pause = time.monotonic() + POLL.total_seconds(), 0.002
-        while not self._store.check([f"{self._prefix}/{key}"]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        return True
+        return self._store.has_within(POLL.total_seconds(), [f"{self._prefix}/{key}"])
 
 
 def _first_difference(there: Any, here: Any) -> str:

@@ -112,7 +112,7 @@ class Peers:
             return  # the collective itself will time out
 
     def _pause_of_another(self) -> tuple[float, str]:
-        """Return the number of calls before another rank's pause that this rank has not reached, and its reason."""
+        """Return the number of calls after which another rank waits for this one, and its reason; inf if none waits."""
         if self._store.check([self._pause]):
             pauses, made, reason = self._store.get(self._pause).decode().split(" ", 2)
             if int(pauses) > self._pauses:

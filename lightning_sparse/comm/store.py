@@ -53,9 +53,10 @@ class BoundedStore:
 
     def has_within(self, seconds: float, keys: list[str]) -> bool:
         """Wait until all keys are set, at most for the given seconds, and return whether they are."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, 0.002
         while not (found := self.check(keys)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         return found
 
     def compare_set(self, key: str, expected: str, value: str) -> None:

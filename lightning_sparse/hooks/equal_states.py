@@ -9,7 +9,6 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,7 +41,7 @@ def average_states(comm: ProcessGroupComm, optimizer: Optimizer) -> None:
             x.copy_(comm.all_reduce(x.float().contiguous()).div_(comm.size))  # NCCL takes no other strides
     own = optimizer.state_dict()
     if not _are_equal(comm, own, params[0].device):
-        load_optimizer(optimizer, _merged(own, _from_rank_0(comm, _sent(own))))
+        load_optimizer(optimizer, _merged(own, _from_first(comm, _sent(own), params[0].device)))
 
 
 @torch.no_grad()
@@ -58,11 +57,9 @@ def share_states(comm: Comm, node: Comm, optimizer: Optimizer) -> None:
     if not bool((digests != digests[:, :1]).any()):
         return
     # A call within a node is a call of all ranks, so all nodes make the same ones.
-    message = torch.frombuffer(bytearray(pickle.dumps(_sent(own))), dtype=torch.uint8).to(device)
-    length = int(node.broadcast(torch.tensor([message.numel()], device=device), 0))
-    message = node.broadcast(message if node.rank == 0 else message.new_empty(length), 0)
+    first = _from_first(node, _sent(own), device)
     if node.rank:
-        load_optimizer(optimizer, _merged(own, pickle.loads(message.cpu().numpy().tobytes())))
+        load_optimizer(optimizer, _merged(own, first))
 
 
 @torch.no_grad()
@@ -81,10 +78,15 @@ def average_waiting_gradients(comm: ProcessGroupComm, optimizers: Iterable[Optim
         grad.copy_(comm.all_reduce(grad.float().contiguous()).div_(comm.size))
 
 
-def take_rank_0s(comm: ProcessGroupComm, scalers: Iterable[Any]) -> None:
-    """Let gradient scalers take the loss scale of rank 0. All ranks call it, with the same scalers."""
-    for scaler in scalers:
-        scaler.load_state_dict(_from_rank_0(comm, scaler.state_dict()))
+def take_rank_0s(comm: Comm, scalers: Iterable[Any], device: torch.device) -> None:
+    """Let gradient scalers take the loss scale of rank 0. All ranks call it, with the same scalers.
+
+    Args:
+        device: a device that `comm` can send from.
+    """
+    with comm.uncounted():
+        for scaler in scalers:
+            scaler.load_state_dict(_from_first(comm, scaler.state_dict(), device))
 
 
 def _is_averaged(x: Any) -> bool:
@@ -96,11 +98,12 @@ def _is_number(x: Any) -> bool:
     return x.dim() == 0 if isinstance(x, Tensor) else x is None or isinstance(x, Number | str)
 
 
-def _from_rank_0(comm: ProcessGroupComm, value: Any) -> Any:
-    """Return rank 0's value. All ranks call it."""
-    values = [value]
-    dist.broadcast_object_list(values, comm.ranks[0], group=comm.group)
-    return values[0]
+def _from_first(comm: Comm, value: Any, device: torch.device) -> Any:
+    """Return the value of the first rank. All ranks call it."""
+    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    length = int(comm.broadcast(torch.tensor([message.numel()], device=device), 0))
+    message = comm.broadcast(message if comm.rank == 0 else message.new_empty(length), 0)
+    return pickle.loads(message.cpu().numpy().tobytes())
 
 
 def _digests(comm: Comm, value: Any, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ class ExchangedGradients:
         self._thrown_away: set[int] = set()
         self._earlier: set[int] = set()  # exchanged gradients to which this backward pass adds
         self._local: set[int] = set()  # gradients of backward passes since DDP last delivered them
-        self._left_out: set[int] = set()  # parameters without a part in this backward pass whose gradients wait
+        self._left_out: set[int] = set()  # without a part in this backward pass, while an exchanged gradient waits
         self._looked = True  # whether this backward pass has compared gradients with `_written`
         self._may_move = True  # until the first look after the first backward pass
         self._step_hooks = [register_optimizer_step_pre_hook(self._before_step)]

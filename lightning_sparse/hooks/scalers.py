@@ -43,7 +43,9 @@ def wrap(name: str, around: Around) -> None:
 
 
 def may_depend(outputs: Any, params: Mapping[str, Tensor]) -> bool:
-    """Return whether a loss, or one of several, may depend on a parameter: unless its graph has only others.
+    """Return whether one of these losses may depend on one of these parameters.
+
+    False is certain: the graphs contain only other parameters.
 
     The graph may be hidden: by reentrant checkpointing, or if a caller computes gradients of a detached output first.
     """

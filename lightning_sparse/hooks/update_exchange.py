@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,7 @@ from lightning_sparse.updates.exchange import DeltaExchange
 from lightning_sparse.updates.parameters import exchanged_parameters, not_ignored, others_settings
 
 log = logging.getLogger(__name__)
+When = Literal["never", "start", "always"]
 OF_NODE = "The ranks of a node average gradients, so another rank of this rank's node may have made the value."
 
 
@@ -95,19 +96,15 @@ class _Buffers:
 
     Args:
         model: the model; this object keeps no reference to it.
-        broadcast_buffers: whether to broadcast buffers at the start and after each exchange.
-        forward_sync_buffers: whether to broadcast buffers after each exchange; None takes `broadcast_buffers`. Unless
-            None, they are also broadcast at the start.
+        when: see `UpdateExchanger`.
 
     Attributes:
         at_start: the buffers to broadcast at the start, by name.
     """
 
-    def __init__(self, model: nn.Module, broadcast_buffers: bool, forward_sync_buffers: bool | None) -> None:
-        synced = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._model: Callable[[], nn.Module | None] = weakref.ref(model) if synced else lambda: None
-        at_start = broadcast_buffers or forward_sync_buffers is not None
-        self.at_start: dict[str, Tensor] = not_ignored(model, model.named_buffers()) if at_start else {}
+    def __init__(self, model: nn.Module, when: When) -> None:
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model) if when == "always" else lambda: None
+        self.at_start = {} if when == "never" else not_ignored(model, model.named_buffers())
         self._kinds = self._now = _kinds(self())  # at the start, and in the last exchange
 
     def __call__(self) -> dict[str, Tensor]:
@@ -146,10 +143,8 @@ class UpdateExchanger(Exchanger):
         optimizers: the optimizers; each parameter belongs to at most one of them.
         local_steps: number of steps of an optimizer before each exchange; None takes the method's.
         overlap: with "next_step" an exchange completes in the next one, see `UpdateRule`.
-        broadcast_buffers: whether buffers are broadcast from rank 0 at the start and after each exchange, as
-            DistributedDataParallel does.
-        forward_sync_buffers: whether to broadcast buffers after each exchange; None takes `broadcast_buffers`. Unless
-            None, they are also broadcast at the start.
+        buffers: when buffers are broadcast from rank 0: "never", at the "start" only, or "always", which is also after
+            each exchange.
         group: the ranks that exchange with this one, which hold the same part of the model; None is all ranks. All
             ranks of the default group make an exchanger, each with its group, and learn of a failure in any of them.
         timeout: time to wait for other ranks; None takes the group's.
@@ -170,8 +165,7 @@ class UpdateExchanger(Exchanger):
         *,
         local_steps: int | None = None,
         overlap: Overlap = "none",
-        broadcast_buffers: bool = True,
-        forward_sync_buffers: bool | None = None,
+        buffers: When = "always",
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         compare_numbers: bool = True,
@@ -187,14 +181,14 @@ class UpdateExchanger(Exchanger):
             method = replace(method, update_rule=method.rule.changed(local_steps, overlap))
         self.optimizers, self.phase = optimizers, Phase.IDLE
         self._steps = {optimizer: _Steps() for optimizer in optimizers}
-        self._buffers = buffers = _Buffers(model, broadcast_buffers, forward_sync_buffers)
+        self._buffers = of_model = _Buffers(model, buffers)
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         device = local(next(model.parameters())).device
 
         def parameters() -> Mapping[str, Tensor]:
             reshard(model)
             check_group(model, group)
-            check_values(model, buffers.at_start)
+            check_values(model, of_model.at_start)
             check_updates(method, optimizers)
             if method.delayed and is_any_sharded(model) and backend_name(group or everyone, device) == "nccl":
                 raise ValueError(
@@ -217,7 +211,7 @@ class UpdateExchanger(Exchanger):
             device=device,
             timeout=timeout,
             group_of=lambda: exchanged_parameters(model, optimizers)[2],
-            settings=lambda: others_settings(model, optimizers, buffers.at_start.items(), compare_numbers),
+            settings=lambda: others_settings(model, optimizers, of_model.at_start.items(), compare_numbers),
             groups=lambda: groups_of(optimizers),
             exchanged="update",
         )
@@ -249,7 +243,7 @@ class UpdateExchanger(Exchanger):
         self._overlap: BackwardOverlap | None = None
         self._unshared = False  # whether buffers, and parameters without updates, may differ among ranks
         if not method.delayed:
-            session.warn_of_buffers(buffers(), "after each exchange")
+            session.warn_of_buffers(of_model(), "after each exchange")
         worker.start()
 
     @property
@@ -564,7 +558,7 @@ class UpdateExchanger(Exchanger):
     def share_scales(self, comm: ProcessGroupComm | None = None) -> None:
         """Let gradient scalers take the loss scale of rank 0. All ranks call it."""
         scalers = (steps.scaler for steps in self._steps.values() if steps.scaler is not None)
-        take_rank_0s(comm or self.comm, dict.fromkeys(scalers))
+        take_rank_0s(comm or self.comm, dict.fromkeys(scalers), self.session.device)
 
     def equalize(self, comm: ProcessGroupComm) -> None:
         """Make the optimizers' states and the loss scales equal on all ranks, which then exchange gradients.

@@ -150,8 +150,7 @@ def attach_updates(
         reducer_options,
         local_steps=local_steps,
         overlap=overlap,
-        broadcast_buffers=broadcast_buffers,
-        forward_sync_buffers=False if is_any_sharded(model) else None,
+        buffers="start" if is_any_sharded(model) else "always" if broadcast_buffers else "never",
         group=group,
         timeout=timeout,
     )

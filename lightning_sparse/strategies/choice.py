@@ -51,7 +51,7 @@ WARMUP = len(WARMUP_FACTORS) * WARMUP_STEPS
 OTHER_LINK = 2.0
 """Ratio of the times of a dense step on two links from which a choice for one does not hold for the other."""
 FAR = 0.01
-"""Seconds of latency in each step that are worth an exchange of updates in one segment."""
+"""Least seconds of latency per step that an exchange of updates in one segment has to save."""
 
 
 class Clock:
@@ -195,7 +195,7 @@ class Choice:
         stepped = {*map(id, parameters_of(optimizers))}
         params = [*strategy.lightning_module.parameters()]
         trains = any(id(param) in stepped and param.requires_grad for param in params)
-        trains &= not any(map(is_lazy, params))  # of DDP's errors, that for these is clear
+        trains &= not any(map(is_lazy, params))  # DDP raises a clear error for them
         trains &= all(param.dtype in REDUCIBLE for param in params if param.requires_grad)
         if self._ranks > 1 and trains and not any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             self.options |= strategy._candidates(self._base, trainer, self._ranks)

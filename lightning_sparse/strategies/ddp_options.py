@@ -23,6 +23,7 @@ from lightning_sparse.options import (
     ReducerOptions,
     check_optional,
 )
+from lightning_sparse.strategies.gradient_training import when_to_broadcast
 from lightning_sparse.strategies.strategy_options import StrategyOptions
 
 HOOK = "DDP takes one communication hook, and compression is it. Leave {option} out, or use strategy='ddp'."
@@ -162,16 +163,13 @@ class DDPOptions(Mixin):  # type: ignore[misc]
             model, optimizers: see `UpdateExchanger`.
             method: the compression method, see `StrategyOptions.with_nodes`.
         """
-        ddp = ddp_options(self)
         return self._make_exchanger(  # type: ignore[no-any-return]
             model,
             optimizers,
             *self._options.for_updates(method, self.world_size),
             local_steps=self._options.local_steps,
             overlap=self._options.overlap,
-            # None, torch's default, means True. A configuration file passes all defaults explicitly.
-            broadcast_buffers=ddp.get("broadcast_buffers") is not False,
-            forward_sync_buffers=ddp.get("forward_sync_buffers"),
+            buffers=when_to_broadcast(ddp_options(self)),
             timeout=self._timeout,
         )
 

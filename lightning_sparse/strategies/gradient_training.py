@@ -19,6 +19,7 @@ from lightning_sparse.hooks import GradientExchanger, exchange_gradients
 from lightning_sparse.hooks.closure import with_gradients
 from lightning_sparse.hooks.optimizer_kinds import warn_of_sparse_gradients
 from lightning_sparse.hooks.scalers import may_depend, unwrap, wrap
+from lightning_sparse.hooks.update_exchange import When
 from lightning_sparse.methods import Method
 from lightning_sparse.shards import parameters_of
 from lightning_sparse.strategies.fit_checks import (
@@ -217,6 +218,15 @@ def initial_states(ddp: DistributedDataParallel, options: dict[str, Any]) -> dic
     if not options.get("init_sync", True):
         return {}
     states: dict[str, Tensor] = {name: param.detach() for name, param in ddp.module.named_parameters()}
-    if options.get("broadcast_buffers") is not False or options.get("forward_sync_buffers") is not None:
+    if when_to_broadcast(options) != "never":
         states.update(ddp.module.named_buffers())
     return {name: x for name, x in states.items() if name not in ddp.parameters_to_ignore}
+
+
+def when_to_broadcast(options: dict[str, Any]) -> When:
+    """Return when DDP, with these options of its constructor, broadcasts buffers from rank 0."""
+    # None, torch's default, means True. A configuration file passes all defaults explicitly.
+    at_start, forward = options.get("broadcast_buffers") is not False, options.get("forward_sync_buffers")
+    if at_start if forward is None else forward:
+        return "always"
+    return "never" if forward is None else "start"

@@ -251,7 +251,7 @@ class HSDPOptions(Mixin):  # type: ignore[misc]
             *options.for_updates(options.method, self.device_mesh.shape[0]),
             local_steps=options.local_steps,
             overlap=options.overlap,
-            forward_sync_buffers=self._arguments["broadcast_buffers"],
+            buffers="always" if self._arguments["broadcast_buffers"] else "start",
             group=group,
             timeout=self._timeout,
         )

@@ -30,7 +30,7 @@ PROBE = 0.005
 GAIN = 0.03
 """Relative gain that is worth a try."""
 MARGIN = 0.01
-"""Relative gain for which stock all-reduce is given up: less is within the spread of measurements."""
+"""Least relative gain over stock all-reduce. Smaller differences are within the spread of measurements."""
 ERROR = 0.7
 """Share of the estimated time on the link that a bound contains: the link was measured in a short time."""
 

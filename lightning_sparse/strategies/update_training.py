@@ -105,7 +105,7 @@ class UpdateTraining(Training):
 
 
 def _is_finite(grad: torch.Tensor) -> bool:
-    """Return whether a gradient is finite. Of a sharded one this is known not to be so, by its norm on all ranks."""
+    """Return whether a gradient is finite. A sharded one is not: its norm over all shards is not finite."""
     return not is_sharded(grad) and bool(grad.isfinite().all())
 
 
