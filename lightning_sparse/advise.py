@@ -315,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--density",
         type=number,
-        help="fraction of entries to send. Default: 0.001 with sgd; 0.003 with adamw, higher with over four workers",
+        help="fraction of entries to send. Default: 0.001 of gradients, which sgd without --shards exchanges; 0.003 of "
+        "updates, higher with over four workers",
     )
     args = parser.parse_args(argv)
     if args.from_log is not None:

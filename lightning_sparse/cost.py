@@ -96,6 +96,13 @@ class Workload:
     backward: float
     shards: int = 1
 
+    def __post_init__(self) -> None:
+        if not len(self.segments) == len(self.arrivals) > 0:
+            raise ValueError(
+                f"Workload got {len(self.segments)} segments and {len(self.arrivals)} arrivals: give each segment the "
+                f"time at which it arrives, and at least one segment."
+            )
+
     @staticmethod
     def even(params: int, forward: float, backward: float, bucket_cap_mb: float = 25, *, shards: int = 1) -> Workload:
         """Return a workload of equal segments that arrive at equal intervals; `params` counts all shards."""
@@ -104,6 +111,8 @@ class Workload:
                 f"params={params!r}, forward={forward!r}, backward={backward!r}, shards={shards!r}: a model has at "
                 f"least one parameter and one shard, at most {MOST_PARAMS:.0e} parameters, and times are 0 s or more."
             )
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: the size of a segment in MiB is above 0.")
         params = math.ceil(params / shards)
         count = math.ceil(4 * params / (bucket_cap_mb * 2**20))
         return Workload(

@@ -11,14 +11,20 @@ BOUND, MEASURED = "_at_least_ms", "_ms"
 
 
 def table(folder: Path) -> str:
-    """Return the newest measurements of a choice in a folder of TensorBoard logs, as a text.
+    """Return the newest measurements of a choice as a text.
+
+    Args:
+        folder: a folder of TensorBoard logs, or one log.
 
     Raises:
         ValueError: there is no such log.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    files = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not folder.exists():
+        raise ValueError(f"{str(folder)!r} does not exist. Give a run's folder, such as 'lightning_logs/version_0'.")
+    logs = [folder] if folder.is_file() else folder.rglob("events.out.tfevents.*")
+    files = sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)
     for file in files:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})
         log.Reload()

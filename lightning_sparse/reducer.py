@@ -16,6 +16,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from lightning_sparse.kernels.gradient_table import Placed
 from lightning_sparse.kernels.graphs import NO_GRAPHS, Captures, Graphs
 from lightning_sparse.kernels.payout import FindPayout
 from lightning_sparse.layout import Layout, Segment
-from lightning_sparse.methods import Method, resolve_method
+from lightning_sparse.methods import Method, method_options, resolve_method
 from lightning_sparse.observer import Observer
 from lightning_sparse.options import ReducerOptions
 from lightning_sparse.overflow import GradientCheck
@@ -80,7 +81,7 @@ class Reducer:
         comm: this rank's connection to the other ranks.
         exchanged: the quantity that `reduce_` gets: each rank's "gradient", or the "update" of its optimizer. Errors
             name it, and residuals of one are invalid for the other.
-        **options: see `ReducerOptions`.
+        **options: see `ReducerOptions`; and options of a method that is given by name, such as `density`.
 
     Attributes:
         options: the checked options.
@@ -104,7 +105,9 @@ class Reducer:
         exchanged: Exchanged = "gradient",
         **options: Any,
     ) -> None:
-        self.method = resolve_method(method, None)
+        known = [field.name for field in fields(ReducerOptions)]
+        own = {name: options.pop(name) for name in method_options("Reducer", known, method, options)}
+        self.method = resolve_method(method, own.pop("density", None), **own)
         self.options = ReducerOptions(**options)
         self.options.check_method(self.method)
         self.gradient_check = GradientCheck(self.options)

@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch
@@ -264,7 +265,7 @@ def test_segments_that_wait_for_their_exchange_count_as_those_that_do_not(name):
 def test_only_the_last_reduction_of_a_batch_counts():
     def rank(comm):
         reducer = Reducer(method("dense"), comm)
-        watch = _TimedObserver(lambda: GradientDistribution().observer(reducer))
+        watch = _TimedObserver(lambda: GradientDistribution().observer(reducer), 0)
         reducer.observers = [watch]
         for value in (1.0, 5.0):
             reducer.reduce_({"a": torch.full((3,), value)})
@@ -534,7 +535,9 @@ def test_charts_and_advise_find_the_names_of_a_logger_with_a_prefix(tmp_path):
     assert patterns
     for pattern in patterns:
         assert any(re.match(pattern, tag) for tag in tags["scalars"]), pattern
-    assert re.search(r"topk +2\.0  trains", logged.table(tmp_path))
+    text = logged.table(tmp_path)
+    assert re.search(r"topk +2\.0  trains", text)
+    assert logged.table(Path(text.partition(", step")[0])) == text  # of the file that it names
 
 
 @dataclass(frozen=True)
@@ -646,6 +649,29 @@ def test_a_batch_without_backward_logs_nothing(tmp_path):
     fit(tmp_path, [callback() for callback in ALL], net=Skips)
     found, _ = events(tmp_path / "tensorboard")
     assert steps(found, "contraction/measured") == [5]
+
+
+class StepsEveryFourth(Counted):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        if (index + 1) % 4 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["none", "next_step"])
+def test_gradients_that_the_user_accumulates_log_at_the_next_step(tmp_path, overlap):
+    strategy = lambda: SparseDDPStrategy("topk", density=0.05, exchange="update", overlap=overlap)  # noqa: E731
+    options = {"net": StepsEveryFourth, "strategy": strategy, "batches": 20, "log_every_n_steps": 5}
+    fit(tmp_path, [callback() for callback in ALL], **options)
+    found, _ = events(tmp_path / "tensorboard")
+    for tag in ("contraction/measured", "distribution/u_skewness", "communication/bytes_per_step"):
+        assert steps(found, tag) == [7, 11, 15, 19], tag
+    assert len({event.value for event in found.Scalars("communication/bytes_per_step")}) == 1
 
 
 class EndsEpochs(Counted):

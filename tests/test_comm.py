@@ -156,8 +156,13 @@ def test_ranks_out_of_step():
 
 
 def test_bad_sizes():
-    with pytest.raises(ValueError, match="at least one rank"):
-        simulate(0, lambda comm: None)
+    for size in (0, "2", 2.0):
+        with pytest.raises(ValueError, match=r"simulate\(size=.*\): the number of ranks is a whole number from 1"):
+            simulate(size, lambda comm: None)
+    for call in (lambda comm: comm.broadcast(torch.ones(1), 5), lambda comm: comm.sendrecv(torch.ones(1), 5)):
+        for ranks in (1, 2):
+            with pytest.raises(ValueError, match=f"=5 among {ranks} ranks: give a rank from 0 to {ranks - 1}"):
+                simulate(ranks, call)
     with pytest.raises(ValueError, match="got 1 rows for 2 ranks"):
         simulate(2, lambda comm: comm.all_to_all(torch.ones(1, 1)))
     with pytest.raises(RuntimeError, match=r"needs torch.distributed.*simulate"):

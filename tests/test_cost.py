@@ -291,6 +291,12 @@ def test_bad_input():
     for params in (0, 10**30):
         with pytest.raises(ValueError, match=r"at least one parameter .* at most 1e\+13 parameters"):
             Workload.even(params, 1, 1)
+    for size in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="the size of a segment in MiB is above 0"):
+            Workload.even(1000, 1, 1, bucket_cap_mb=size)
+    for segments, arrivals in (((10, 20), (1.0,)), ((), ())):
+        with pytest.raises(ValueError, match="give each segment the time at which it arrives"):
+            Workload(segments, arrivals, 0, 0)
     assert update_density(500_000) == 1
     with pytest.raises(ValueError, match="workers=0"):
         step(DENSE, Workload.even(10, 1, 1), 0, Link(1), Costs())

@@ -72,7 +72,7 @@ def test_bytes_grow_with_the_logarithm(size, rounds):
 
 
 def test_its_bytes_are_those_of_the_format_that_it_sends():
-    """ChunkTopK has a format of its own, which merged entries do not fit."""
+    """Merged entries do not fit the format of ChunkTopK."""
     compressor, numel = ChunkTopK(0.01), 100_000
     segment, encoding = Context.of(numel).segment, compressor.encoding
     expected = 2 * encoding.nbytes(numel, compressor.capacity(numel))

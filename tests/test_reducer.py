@@ -43,6 +43,15 @@ def test_two_steps_by_hand():
     assert first[3] == second[3] == [0.0] * 8
 
 
+def test_options_of_the_method_and_unknown_ones():
+    def rank(comm: Comm) -> Method:
+        with pytest.raises(TypeError, match=r"Reducer has no option 'densty', nor has method 'topk'.*'density'"):
+            Reducer("topk", comm, densty=0.25)
+        return Reducer("topk", comm, density=0.25, value_format="int8", clip_norm=1.0).method
+
+    assert simulate(1, rank) == [method("topk", density=0.25, value_format="int8")]
+
+
 def test_bytes_are_counted():
     def rank(comm: Comm) -> int:
         Reducer(method("topk", density=0.01), comm, granularity="model").reduce_({"w": torch.randn(10_000)})

@@ -1,8 +1,9 @@
 """Base class of the callbacks: observes rank 0's reductions on logging steps, and logs the cost of observing.
 
 On a logging step, a callback adds an observer to the reducer before the backward pass and removes it after the step.
-All other steps cost one comparison. If ranks take several steps between exchanges, the callback observes the next
-exchange. If a batch has several exchanges, for example of several optimizers, it observes the last one.
+All other steps cost one comparison. If ranks take several steps between exchanges, or in manual optimization, the
+callback observes the next exchange. If a batch has several exchanges, for example of several optimizers, it observes
+the last one.
 All logged values describe rank 0: its gradient, its residual, its payload. So logging needs no collective.
 Rank 0 represents the others, because the data of all ranks have the same distribution.
 """
@@ -126,7 +127,7 @@ class StepCallback(Callback, abc.ABC):
         if self._waits_for_an_exchange(trainer):
             return
         if self._timed_observer is not None:
-            if trainer.strategy.reducer.method.local_steps > 1:
+            if _may_wait(trainer):
                 self._report_observed(trainer)  # validation or a checkpoint caused the exchange
             else:
                 self._detach(trainer.strategy.reducer)  # the last batch ended early, by an exception or a skip
@@ -137,7 +138,7 @@ class StepCallback(Callback, abc.ABC):
             return
         if trainer.loggers or not self.needs_logger:
             reducer: Reducer = trainer.strategy.reducer
-            self._timed_observer = _TimedObserver(lambda: self.observer(reducer))
+            self._timed_observer = _TimedObserver(lambda: self.observer(reducer), reducer.step)
             reducer.observers.append(self._timed_observer)
 
     def on_train_batch_end(
@@ -169,12 +170,11 @@ class StepCallback(Callback, abc.ABC):
             logger.log_metrics(finite, step)
 
     def _waits_for_an_exchange(self, trainer: Trainer) -> bool:
-        """Return whether a logging step had no exchange because ranks take several steps between exchanges.
-
-        The callback then reports the next exchange.
-        """
+        """Return whether a logging step had no exchange. The callback then reports the next exchange."""
         watch = self._timed_observer
-        return watch is not None and watch.observer is None and trainer.strategy.reducer.method.local_steps > 1
+        if watch is None or watch.observer is not None or not _may_wait(trainer):
+            return False
+        return bool(trainer.strategy.reducer.step == watch.began)  # False also if `auto_ddp` has averaged gradients
 
     def _detach(self, reducer: Reducer) -> None:
         if self._timed_observer in reducer.observers:
@@ -182,11 +182,21 @@ class StepCallback(Callback, abc.ABC):
         self._timed_observer = None
 
 
-class _TimedObserver(Observer):
-    """Times an observer. It creates a new one for each reduction of a batch, so that the last reduction is reported."""
+def _may_wait(trainer: Trainer) -> bool:
+    """Return whether a batch may have no exchange although Lightning accumulates none."""
+    return trainer.strategy.reducer.method.local_steps > 1 or not trainer.lightning_module.automatic_optimization
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+
+class _TimedObserver(Observer):
+    """Times an observer. It creates a new one for each reduction of a batch, so that the last reduction is reported.
+
+    Args:
+        make: creates an observer.
+        began: the reducer's number of steps before the first batch that is observed.
+    """
+
+    def __init__(self, make: Callable[[], Any], began: int) -> None:
+        self.make, self.began = make, began
         self.observer: Any = None
         self.step = -1
         self.seconds = 0.0

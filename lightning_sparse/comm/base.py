@@ -97,6 +97,7 @@ class Comm(abc.ABC):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Replace `x` with rank `src`'s, in place, and return it."""
+        self._check_rank("src", src)
         if self.size > 1:
             self._timed(x.nbytes if self.rank == src else 0, self._broadcast, x, src)
         return x
@@ -106,10 +107,15 @@ class Comm(abc.ABC):
 
         All ranks must call it, like any collective. A rank without a peer names itself.
         """
+        self._check_rank("peer", peer)
         if self.size == 1:
             return x.clone()
         sizes = [x.numel() if rank == peer else 0 for rank in range(self.size)]
         return self._timed_all_to_all_v(x.reshape(-1), sizes, sizes).view(x.shape)
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name}={rank!r} among {self.size} ranks: give a rank from 0 to {self.size - 1}.")
 
     def sub(self, ranks: Sequence[int], *, counted: bool = True) -> Comm:
         """Return a `Comm` for a group of ranks that includes this rank.

@@ -33,8 +33,8 @@ def simulate(size: int, fn: Callable[[Comm], T]) -> list[T]:
         Exception: the error of the first rank that failed; the other ranks end too.
         RankFailure: a rank waits for a rank that has ended, or ranks make different calls.
     """
-    if size < 1:
-        raise ValueError(f"simulate(size={size}): there must be at least one rank.")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"simulate(size={size!r}): the number of ranks is a whole number from 1.")
     meeting = _Meeting(size)
     if size == 1:
         return [fn(_ThreadComm(0, meeting))]

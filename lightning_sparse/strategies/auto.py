@@ -388,7 +388,9 @@ class AutoDDP(AutoStrategy):
 
     Args:
         seed: the seed of the methods' random choices.
-        overlap: see `AutoStrategy`.
+        overlap: "next_step" also tries the exchange of updates during the next step. Between two steps, weights then
+            differ among ranks, so no callback or hook may read or change them. "none" exchanges updates after each
+            step. None exchanges them during backward, if possible.
         **kwargs: the options of Lightning's DDPStrategy and torch's DistributedDataParallel.
 
     Raises:

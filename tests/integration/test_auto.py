@@ -1437,6 +1437,9 @@ def test_advise_of_a_folder_without_a_choice(tmp_path, capsys):
     assert (
         "has no event file of TensorBoard. Give the folder of a run with strategy='auto_ddp'" in capsys.readouterr().err
     )
+    with pytest.raises(SystemExit):
+        advise(["--from-log", str(tmp_path / "mistyped")])
+    assert "mistyped' does not exist. Give a run's folder" in capsys.readouterr().err
 
 
 def measured(rank: int) -> Any:
