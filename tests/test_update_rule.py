@@ -446,6 +446,27 @@ def test_code_within_a_step_sees_long_windows_and_may_write_its_own_betas():
     assert simulate(4, rank) == [expected] * 4
 
 
+def test_a_scheduler_that_copies_a_long_window_after_an_error_does_not_keep_it():
+    """OneCycleLR writes a new tuple with another β₁ and the present β₂."""
+
+    def rank(comm: Comm) -> list[Any]:
+        net = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1, betas=(0.9, 0.95))
+        updates = exchanged_once(comm, net, optimizer, UpdateRule())
+        (group,), found = optimizer.param_groups, []
+        for _ in range(2):
+            updates.begin(optimizer)  # and the step raises an error
+            found.append(group["betas"])
+            group["betas"] = (0.8, group["betas"][1])
+            found.append(optimizer.state_dict()["param_groups"][0]["betas"])
+        optimizer.step()
+        updates.exchange(optimizer)
+        return [*found, group["betas"]]
+
+    during, after = pytest.approx(0.9875), (0.8, 0.95)
+    assert simulate(4, rank) == [[(0.9, during), after, (0.8, during), after, after]] * 4
+
+
 def test_momentum_of_0_is_not_paid_out():
     def rank(comm: Comm) -> str:
         net = Net()

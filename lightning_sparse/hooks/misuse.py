@@ -125,6 +125,7 @@ class ExchangeChecks:
         self._versions: dict[str, int] = {}  # of these parameters
         self._exchanges, self._changes = Counter[Optimizer](), Counter[Optimizer]()  # all, and those after a change
         self._copies = Counter[Optimizer]()  # exchanges with a copy
+        self._stepped: set[str] | None = set()  # frozen parameters with a gradient, in the last exchange
 
     def look_for_untracked(self, exchanged: Collection[int]) -> None:
         """Warn if a parameter has gradients and has changed, but belongs to no optimizer whose updates are exchanged.
@@ -144,6 +145,27 @@ class ExchangeChecks:
                     f"configure_optimizers or attach_updates; or freeze it by requires_grad_(False)."
                 )
                 return
+
+    def look_for_frozen(self, exchanged: Mapping[str, Tensor]) -> None:
+        """Warn on rank 0 if a frozen parameter keeps a gradient of zeros, as by `zero_grad(set_to_none=False)`.
+
+        Optimizers step such a parameter, so it is exchanged, and entries of residuals change it.
+
+        Args:
+            exchanged: the parameters whose updates are exchanged, by name.
+        """
+        if self._stepped is None or not self._warns:
+            return
+        before = self._stepped
+        self._stepped = {name for name, x in exchanged.items() if not x.requires_grad and x.grad is not None}
+        if kept := sorted(before & self._stepped):  # after the first exchange, the gradient may be from before
+            self._stepped = None
+            grads = [local(grad) for name in kept if (grad := exchanged[name].grad) is not None]
+            if not any(bool(grad.any()) for grad in grads):
+                log.warning(
+                    f"{listed([*map(repr, kept)])} require no gradient, but have one of zeros: optimizers step such "
+                    f"parameters, and residuals still change them. Clear gradients by zero_grad(set_to_none=True)."
+                )
 
     def look_for_copies(self, optimizer: Optimizer, changes: Changes, params: Mapping[str, Tensor]) -> None:
         """Look for an optimizer's own copy of the weights, in the second and the third exchange after a change.

@@ -300,6 +300,8 @@ class UpdateExchanger(Exchanger):
         self._check_uninterrupted()
         if any(map(is_sharded, self.updates.parameters.values())) and (model := self._unattached.model) is not None:
             reshard(model)  # after a forward pass without backward, the root would keep its whole weights
+        if self._steps[optimizer].waiting and self.updates.is_pending and self.updates.lacks_parameters():
+            self.exchange_pending()  # otherwise they would join with weights that local steps have made different
         self.phase, steps = Phase.STEPPING, self._rule.local_steps
         self._steps[optimizer].has_begun, waiting = True, self._steps[optimizer].waiting
         if waiting == 0:
@@ -496,6 +498,7 @@ class UpdateExchanger(Exchanger):
         if self._overlap is None or not self._overlap.has_begun:  # otherwise it began within backward
             self._begin_exchange()
         self._checks.look_for_untracked(self.updates.ids)
+        self._checks.look_for_frozen(self.updates.parameters)
         self._run(exchange)
         self.phase = Phase.IDLE
 

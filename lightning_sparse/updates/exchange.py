@@ -221,6 +221,11 @@ class DeltaExchange:
                 found[name] = w, local(param).detach(), torch.zeros_like(w) if grad is None else local(grad)
         return found
 
+    def lacks_parameters(self) -> bool:
+        """Return whether optimizers step parameters in the next step that have not joined the exchange."""
+        model = self._model()
+        return model is not None and not owners_of_exchanged(model, self._optimizers, (), True).keys() <= self.ids
+
     def refresh_parameters(self, names: bool = False, stepping: bool = False) -> None:
         """Add parameters that were unfrozen or given to optimizers since the last step; call it before each step.
 

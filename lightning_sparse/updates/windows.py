@@ -37,16 +37,22 @@ class Windows:
         """Give optimizers their own betas back, except to a group that has got new ones since `lengthen`."""
         for optimizer in optimizers:
             for group, betas, longer in self._betas.pop(optimizer, ()):
-                if group["betas"] is longer:
-                    group["betas"] = betas
+                group["betas"] = _own(group["betas"], betas, longer)
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for saved, (_, betas, longer) in zip(state["param_groups"], self._betas.get(optimizer, ()), strict=False):
-            if saved["betas"] is longer:
-                saved["betas"] = betas
+            saved["betas"] = _own(saved["betas"], betas, longer)
 
     def close(self) -> None:
         """Give all optimizers their own betas back, and leave them."""
         self.restore(*self._betas)
         for hook in self._hooks:
             hook.remove()
+
+
+def _own(present: Any, betas: Any, longer: Any) -> Any:
+    """Return present betas with an optimizer's own β₂ in place of the longer one, if they have that."""
+    if present is longer:
+        return betas
+    # A scheduler that changes β₁ copies β₂, after an error in a step the longer one.
+    return (present[0], betas[1], *present[2:]) if present[1] is longer[1] else present

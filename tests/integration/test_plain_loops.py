@@ -163,6 +163,51 @@ def test_a_replica_that_is_saved_after_a_group_was_added_resumes(tmp_path):
         assert torch.equal(unbroken, resumed)
 
 
+def joined(rank: int, overlap: str) -> float:
+    """Give the optimizer a layer between two exchanges. Its gradient is 1 on rank 0, and 3 on rank 1."""
+    net = nn.ModuleList([nn.Linear(1, 1, bias=False)])
+    optimizer = SGD(net.parameters(), 1.0)
+    attach_updates(net, optimizer, density=1.0, local_steps=4, overlap=overlap)
+    for step in range(12):
+        if step == 5:
+            net.append(nn.Linear(1, 1, bias=False))
+            net[1].weight.data.zero_()
+            optimizer.add_param_group({"params": [*net[1].parameters()]})
+        optimizer.zero_grad()
+        sum(each.weight.sum() * (1 + 2 * rank) for each in net).backward()
+        optimizer.step()
+    exchange_pending(optimizer)
+    return net[1].weight.item()
+
+
+def test_a_layer_that_joins_between_exchanges_keeps_the_local_steps_of_all_ranks():
+    for overlap in ("none", "next_step"):
+        assert run_ranks(2, joined, overlap) == [-14.0, -14.0]  # seven steps with a mean gradient of 2
+
+
+def kept_gradients(rank: int, set_to_none: bool, by_hand: float = 0.0) -> list[str]:
+    """Freeze a layer before the third step. Its gradient is then None, zeros, or a value that the user sets."""
+    messages, net = Messages(), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    optimizer = SGD(net.parameters(), 0.1)
+    attach_updates(net, optimizer, density=0.1)
+    for step in range(6):
+        if step == 2:
+            net[0].requires_grad_(False)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        net(torch.full((2, 4), rank + step + 1.0)).square().sum().backward()
+        for param in net[0].parameters() if by_hand and step >= 2 else ():
+            param.grad = torch.full_like(param, by_hand)
+        optimizer.step()
+    return [text.partition(":")[0] for text in messages.texts]
+
+
+def test_frozen_parameters_that_keep_gradients_are_warned_of():
+    said = ["'0.bias', '0.weight' require no gradient, but have one of zeros"]
+    assert run_ranks(2, kept_gradients, False) == [said, []]  # rank 1 says nothing
+    assert run_ranks(2, kept_gradients, True) == [[], []]
+    assert run_ranks(2, kept_gradients, True, 1.0) == [[], []]
+
+
 class Adapted(nn.Module):
     """Wraps a layer, as PEFT does."""
 
