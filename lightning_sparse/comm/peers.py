@@ -146,7 +146,8 @@ class Peers:
             return str(failure)
         except dist.DistError:
             return self._reason or (
-                "The store of the process group is gone, too: the process that hosts it, usually rank 0, has ended."
+                "The store of the process group is gone, too: the process that hosts it, usually rank 0 or torchrun, "
+                "has ended."
             )
         except StoreTimeout:
             return silent_store(self.ranks[self.rank])
@@ -216,16 +217,16 @@ class Peers:
 def lost_store(rank: int, error: BaseException) -> str:
     """Return the error message for a store whose host has ended."""
     return (
-        f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0, has ended. "
-        f"({first_line(error)})"
+        f"Rank {rank} lost the store of the process group: the process that hosts it, usually rank 0 or torchrun, has "
+        f"ended. ({first_line(error)})"
     )
 
 
 def silent_store(rank: int) -> str:
     """Return the error message for a store that does not respond."""
     return (
-        f"Rank {rank} gets no answer from the store of the process group: the process that hosts it, usually rank 0, "
-        f"is frozen, or the network between them is interrupted."
+        f"Rank {rank} gets no answer from the store of the process group: the process that hosts it, usually rank 0 "
+        f"or torchrun, is frozen, or the network between them is interrupted."
     )
 
 
