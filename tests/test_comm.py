@@ -155,6 +155,16 @@ def test_ranks_out_of_step():
         simulate(2, lambda comm: comm.all_reduce(torch.ones(1), "max" if comm.rank else "sum"))
 
 
+def test_on_one_rank_results_have_memory_of_their_own():
+    def rank(comm: Comm) -> list[float]:
+        x = torch.ones(1)
+        found = [comm.all_gather(x), comm.all_to_all(x.unsqueeze(0)), comm.sendrecv(x, 0), comm.reduce_scatter_mean(x)]
+        x.zero_()
+        return [each.item() for each in found]
+
+    assert simulate(1, rank) == [[1.0] * 4]
+
+
 def test_bad_sizes():
     for size in (0, "2", 2.0):
         with pytest.raises(ValueError, match=r"simulate\(size=.*\): the number of ranks is a whole number from 1"):

@@ -513,6 +513,19 @@ def test_reset_forgets_whatever_was_before():
     assert simulate(1, rank) == [(1, [0.0] * 4)]
 
 
+def test_the_number_of_skipped_steps_is_saved_and_reset():
+    def rank(comm: Comm) -> list[int]:
+        reducer, again = (Reducer("topk", comm, density=0.25, on_nonfinite="skip") for _ in range(2))
+        reducer.reduce_({"w": torch.tensor([1.0, math.nan, 3.0, 4.0])})
+        again.setup({"w": torch.zeros(4)})
+        again.load_state_dict(reducer.state_dict())
+        found = [reducer.skipped, again.skipped]
+        again.reset()
+        return [*found, again.skipped]
+
+    assert simulate(1, rank) == [[1, 1, 0]]
+
+
 def test_residuals_of_weights_that_are_gone_can_be_dropped():
     def rank(comm):
         reducer = Reducer(method("topk", density=0.25), comm)
