@@ -316,6 +316,25 @@ def test_parameters_are_taken_in_while_another_optimizer_has_taken_steps_of_its_
     assert simulate(2, rank) == [[3.0, 9.0, 3.0]] * 2
 
 
+def test_what_all_ranks_do_to_weights_in_flight_leaves_them_equal():
+    def rank(comm: Comm) -> Tensor:
+        net = Net()
+        optimizer = SGD(net.parameters(), 0.1)
+        updates, _ = exchanging(comm, net, [optimizer], delayed("topk", density=0.05))
+        for step in range(3):
+            updates.begin(optimizer)
+            net.backward(comm.rank, step)
+            optimizer.step()
+            updates.exchange(optimizer)
+            for param in net.parameters():
+                param.data.clamp_(-0.1, 0.1)  # as a Wasserstein GAN does, while the exchange is pending
+        updates.complete()
+        return weights(net)
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first, second)
+
+
 def test_an_interrupt_while_waiting_leaves_the_exchange_to_go_on(monkeypatch):
     def rank(comm: Comm) -> Tensor:
         net = Net()

@@ -467,6 +467,19 @@ def test_a_scheduler_that_copies_a_long_window_after_an_error_does_not_keep_it()
     assert simulate(4, rank) == [[(0.9, during), after, (0.8, during), after, after]] * 4
 
 
+def test_each_parameter_has_the_numbers_of_its_own_group():
+    """Groups alternate in the segment, as weights and biases do, and the parameter "c" has no moments yet."""
+    segment = Layout.of(dict.fromkeys("edcba", (1,)), "model").segments[0]
+    slow, fast = ({"betas": (beta, 0.999), "lr": 1.0, "weight_decay": 0.0} for beta in (0.9, 0.5))
+    states = [{"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)} if name != "c" else {} for name in segment.names]
+    groups = [slow, fast, slow, slow, fast]
+    moments = SegmentMoments(segment, ADAM, groups, states, torch.device("cpu"))
+    payout = moments.payout([torch.ones(1)] * 5)
+    assert payout.coefficients[0].tolist() == pytest.approx([9.0, 1.0, 0.0, 9.0, 1.0])
+    factors, _ = moments.rescaling(torch.tensor(0.5))
+    assert factors.tolist() == [1.5, 1.5, 1.0, 1.5, 1.5]
+
+
 def test_momentum_of_0_is_not_paid_out():
     def rank(comm: Comm) -> str:
         net = Net()
