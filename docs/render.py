@@ -1015,7 +1015,7 @@ def front_seconds() -> str:
     names = {
         "ddp": "`ddp`",
         "bf16": "a bf16 hook",
-        POWERSGD: "torch's PowerSGD",
+        POWERSGD: "torch's PowerSGD after backward",
         "local_sgd": "`local_sgd`",
     }
     return "".join(

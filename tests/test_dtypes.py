@@ -1,5 +1,6 @@
 """No tensor depends on the default dtype."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,16 @@ METHODS_AND_PARTS = {
 }
 
 
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @one_in(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), in_diagonals(METHODS_AND_PARTS, [torch.float64, torch.bfloat16, torch.float16], 6), ids=str
@@ -46,12 +57,8 @@ def test_results_do_not_depend_on_the_default_dtype(name, dtype):
 
     for options in ({}, {"clip_norm": 1.0}):
         expected = simulate(2, lambda comm, options=options: rank(comm, **options))
-        before = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(dtype)
+        with default_dtype(dtype):
             found = simulate(2, lambda comm, options=options: rank(comm, **options))
-        finally:
-            torch.set_default_dtype(before)
         for (out, _), (same, _) in zip(found, expected, strict=True):
             assert torch.equal(out, same)
 
@@ -66,12 +73,9 @@ def test_attacks_do_not_depend_on_the_default_dtype(attack, dtype):
             reducer.reduce_(grads)
         return torch.cat([grads["w"], *reducer.states[0].values()])
 
-    expected, before = simulate(3, rank), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
+    expected = simulate(3, rank)
+    with default_dtype(dtype):
         found = simulate(3, rank)
-    finally:
-        torch.set_default_dtype(before)
     assert all(map(torch.equal, found, expected))
 
 
@@ -84,23 +88,16 @@ def test_the_quadratic_average_does_not_depend_on_the_default_dtype(dtype):
             averaged.update_parameters(torch.nn.ParameterList([weight]))
         return averaged.module.weight.item()
 
-    expected, before = average(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
+    expected = average()
+    with default_dtype(dtype):
         assert average() == expected
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "radam", "adamax", "nesterov"])
 def test_exchanged_updates_do_not_depend_on_the_default_dtype(optimizer):
     expected = exchanged_twice(optimizer, torch.float32, "cpu")
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float64):
         found = exchanged_twice(optimizer, torch.float32, "cpu")
-    finally:
-        torch.set_default_dtype(before)
     if optimizer != "nadam":
         assert all(map(torch.equal, found, expected))
     else:  # torch keeps its product of betas in the default dtype

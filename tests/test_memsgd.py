@@ -180,21 +180,25 @@ class Regression(pl.LightningModule):
         }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-@pytest.mark.parametrize("callback", [WeightAveraging, AverageAtEnd])
-def test_lightning_averages_by_the_formula(callback, tmp_path):
-    data = DataLoader(TensorDataset(torch.randn(24, 3), torch.randn(24, 1)), batch_size=2)
-    model = Regression()
+def train(model, callback, folder, batch_size, max_epochs=1):
+    data = DataLoader(TensorDataset(torch.randn(24, 3), torch.randn(24, 1)), batch_size=batch_size)
     pl.Trainer(
-        max_epochs=1,
+        max_epochs=max_epochs,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=callback(avg_fn=QuadraticAverage(20 + 1)),
+        default_root_dir=folder,
+        callbacks=callback,
     ).fit(model, data)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.parametrize("callback", [WeightAveraging, AverageAtEnd])
+def test_lightning_averages_by_the_formula(callback, tmp_path):
+    model = Regression()
+    train(model, callback(avg_fn=QuadraticAverage(20 + 1)), tmp_path, batch_size=2)
     weights = torch.tensor([(20.0 + t) ** 2 for t in range(1, 13)])
     expected = (weights[:, None, None] * torch.stack(model.seen)).sum(0) / weights.sum()
     torch.testing.assert_close(model.model.weight.detach(), expected)
@@ -255,17 +259,7 @@ def test_averages_are_those_of_lightnings_class_that_asks_when(by, options, tmp_
                 return epoch_idx in (0, 2) if by == "epoch" else step_idx is not None and step_idx % 3 == 1
 
         model = Normalized()
-        data = DataLoader(TensorDataset(torch.randn(24, 3), torch.randn(24, 1)), batch_size=4)
-        pl.Trainer(
-            max_epochs=4,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=Chosen(**options),
-        ).fit(model, data)
+        train(model, Chosen(**options), tmp_path, batch_size=4, max_epochs=4)
         return model.state_dict()
 
     expected, found = fit(WeightAveraging), fit(AverageAtEnd)

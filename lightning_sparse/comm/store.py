@@ -53,6 +53,7 @@ class BoundedStore:
 
     def has_within(self, seconds: float, keys: list[str]) -> bool:
         """Wait until all keys are set, at most for the given seconds, and return whether they are."""
+        # `store.wait` is not used because torch prints a warning when it times out.
         deadline, pause = time.monotonic() + seconds, 0.002
         while not (found := self.check(keys)) and time.monotonic() < deadline:
             time.sleep(pause)
